@@ -1,0 +1,1 @@
+"""Spindle: a LoRA training engine inside one Python process."""
