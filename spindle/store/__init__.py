@@ -1,0 +1,1 @@
+"""Checkpoints on disk (PEFT layout) and the catalogue that says what exists."""

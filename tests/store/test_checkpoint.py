@@ -1,0 +1,128 @@
+"""Adapters on disk: what is written is what is read, whole or absent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spindle.errors import InvalidRequest, NotFound, ServerError
+from spindle.store.checkpoint import load_adapter, save_adapter
+from spindle.types import LoraConfig
+
+
+@dataclass(frozen=True)
+class Slot:
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    lora: LoraConfig
+    slots: tuple[Slot, ...]
+    numel: int
+    target_modules: tuple[str, ...] = ("q_proj",)
+
+
+PREFIX = "base_model.model.model.layers.0.self_attn.q_proj."
+LAYOUT = Layout(LoraConfig(rank=2, seed=5), (Slot(PREFIX + "lora_A.weight", (2, 3), 0), Slot(PREFIX + "lora_B.weight", (4, 2), 8)), 16)
+PARAMS = np.arange(16, dtype=np.float32) / 7
+
+
+def save(path, **changes):
+    save_adapter(path, **{"layout": LAYOUT, "params": PARAMS, "base_model": "org/tiny", **changes})
+
+
+def used(flat: np.ndarray) -> list[float]:
+    return [*flat[:6].tolist(), *flat[8:16].tolist()]
+
+
+def test_weights_come_back_with_every_field(tmp_path):
+    save(tmp_path / "a", params=torch.from_numpy(PARAMS), metadata={"note": "x"})
+    loaded = load_adapter(tmp_path / "a")
+    assert used(loaded.params) == used(PARAMS)
+    assert loaded.lora == LAYOUT.lora
+    assert loaded.base_model == "org/tiny"
+    assert loaded.metadata == {"note": "x"}
+    assert loaded.optimizer is None
+
+
+def test_optimizer_state_comes_back(tmp_path):
+    save(tmp_path / "a", optimizer=(PARAMS * 2, PARAMS * 3, 17))
+    state = load_adapter(tmp_path / "a", LAYOUT, with_optimizer=True).optimizer
+    assert used(state.exp_avg) == used(PARAMS * 2)
+    assert used(state.exp_avg_sq) == used(PARAMS * 3)
+    assert state.step == 17
+
+
+def test_the_file_is_plain_safetensors_under_peft_names(tmp_path):
+    save(tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        PREFIX + "lora_A.weight": (2, 3),
+        PREFIX + "lora_B.weight": (4, 2),
+    }
+    assert tensors[PREFIX + "lora_B.weight"].flatten().tolist() == PARAMS[8:].tolist()
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 32.0, ["q_proj"])
+
+
+def test_another_order_of_slots_reads_the_same_matrices(tmp_path):
+    save(tmp_path / "a")
+    swapped = Layout(LAYOUT.lora, (Slot(LAYOUT.slots[1].name, (4, 2), 0), Slot(LAYOUT.slots[0].name, (2, 3), 8)), 14)
+    params = load_adapter(tmp_path / "a", swapped).params
+    assert params.tolist() == [*PARAMS[8:16].tolist(), *PARAMS[:6].tolist()]
+
+
+def test_loading_without_saved_optimizer_state_is_a_user_error(tmp_path):
+    save(tmp_path / "a")
+    with pytest.raises(InvalidRequest, match="saved without optimizer state"):
+        load_adapter(tmp_path / "a", with_optimizer=True)
+
+
+def test_an_adapter_of_another_rank_does_not_fit(tmp_path):
+    save(tmp_path / "a")
+    other = Layout(LoraConfig(rank=1), (Slot(LAYOUT.slots[0].name, (1, 3), 0), Slot(LAYOUT.slots[1].name, (4, 1), 3)), 7)
+    with pytest.raises(InvalidRequest, match=r"lora_A.weight has shape \[2, 3\], this adapter needs \[1, 3\]"):
+        load_adapter(tmp_path / "a", other)
+
+
+def test_an_adapter_of_other_modules_does_not_fit(tmp_path):
+    save(tmp_path / "a")
+    with pytest.raises(InvalidRequest, match=r"holds .*lora_B.weight, which this adapter does not have"):
+        load_adapter(tmp_path / "a", Layout(LAYOUT.lora, LAYOUT.slots[:1], 6))
+
+
+def test_a_missing_checkpoint_is_not_found(tmp_path):
+    with pytest.raises(NotFound, match="no checkpoint at"):
+        load_adapter(tmp_path / "nothing")
+
+
+def test_a_damaged_checkpoint_says_which_file(tmp_path):
+    save(tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ServerError, match="cannot read .*adapter_model.safetensors"):
+        load_adapter(tmp_path / "a")
+
+
+def test_saving_over_an_existing_checkpoint_must_be_asked_for(tmp_path):
+    save(tmp_path / "a")
+    with pytest.raises(InvalidRequest, match="already exists"):
+        save(tmp_path / "a")
+    save(tmp_path / "a", params=PARAMS * 2, replace=True)
+    assert used(load_adapter(tmp_path / "a").params) == used(PARAMS * 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("spindle.store.checkpoint._peft_config", lambda *_: {"bad": object()})
+    with pytest.raises(TypeError):
+        save(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
