@@ -1,0 +1,73 @@
+"""An adapter: four flat float32 buffers on one device, with a view per LoRA matrix."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from spindle.compute.layout import AdapterLayout
+
+__all__ = ["Adapter", "AdapterWeights", "views"]
+
+
+def views(flat: torch.Tensor, layout: AdapterLayout) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Target path -> (A, B), views into ``flat`` [P]."""
+    return {
+        path: tuple(flat[s.offset : s.offset + s.numel].view(s.shape) for s in pair)  # type: ignore[misc]
+        for path, pair in layout.pairs.items()
+    }
+
+
+class AdapterWeights:
+    """What a forward pass needs of an adapter, in the compute dtype. Frozen when it is a sampler's snapshot.
+
+    params: flat [P]. matrices: target path -> (A, B), views into params.
+    """
+
+    __slots__ = ("layout", "params", "matrices")
+
+    def __init__(self, layout: AdapterLayout, params: torch.Tensor) -> None:
+        self.layout = layout
+        self.params = params
+        self.matrices = views(params, layout)
+
+    @property
+    def scale(self) -> float:
+        return self.layout.scale
+
+
+class Adapter:
+    """params, exp_avg, exp_avg_sq: flat float32 [P]; grads: the same, or None when nothing is accumulated; step: optimizer steps done."""
+
+    def __init__(self, layout: AdapterLayout, device: torch.device | str = "cpu") -> None:
+        self.layout = layout
+        self.device = torch.device(device)
+        self.params = torch.zeros(layout.numel, device=device)
+        self.exp_avg = torch.zeros(layout.numel, device=device)
+        self.exp_avg_sq = torch.zeros(layout.numel, device=device)
+        self.grads: torch.Tensor | None = None
+        self.step = 0
+        self._weights: AdapterWeights | None = None
+
+    def init(self, seed: int) -> Adapter:
+        """A uniform in +-1/sqrt(in), as torch and PEFT start a linear layer; B zero. The same seed gives the same bits on any device."""
+        generator = torch.Generator().manual_seed(seed)
+        host = torch.zeros(self.layout.numel)
+        for a, _ in self.layout.pairs.values():
+            bound = 1.0 / math.sqrt(a.shape[1])
+            host[a.offset : a.offset + a.numel].uniform_(-bound, bound, generator=generator)
+        self.params.copy_(host)
+        return self
+
+    def weights(self, dtype: torch.dtype = torch.float32) -> AdapterWeights:
+        """The current parameters for a forward pass: the live buffer in float32, else a copy in ``dtype``."""
+        if dtype != torch.float32:
+            return AdapterWeights(self.layout, self.params.to(dtype))
+        if self._weights is None or self._weights.params is not self.params:
+            self._weights = AdapterWeights(self.layout, self.params)
+        return self._weights
+
+    def snapshot(self, dtype: torch.dtype = torch.float32) -> AdapterWeights:
+        """A copy of the parameters that training will not touch."""
+        return AdapterWeights(self.layout, self.params.to(dtype, copy=True))

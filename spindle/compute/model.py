@@ -1,0 +1,172 @@
+"""A base model from transformers, frozen, with its linear layers open to many adapters at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from spindle.compute.attention import ATTENTION, Packing
+from spindle.compute.head import Head
+from spindle.compute.layout import AdapterLayout, LoraTarget, build_layout
+from spindle.compute.lora import MIN_ROWS, LoraLinear, Route, Router, RowGroup
+from spindle.errors import UserError
+from spindle.types import LoraConfig
+
+__all__ = ["BaseModel", "load_tokenizer"]
+
+_ROUTERS = {"gate", "router", "shared_expert_gate"}  # linear maps that choose experts: never adapted
+
+
+def _locate(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """A directory, a hub name, a GGUF file or a directory that holds just one -> arguments of ``from_pretrained``."""
+    path = Path(source)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"model {str(source)!r} is a file but not .gguf; give a transformers directory, a GGUF file or a hub name")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            raise UserError(f"model directory {str(source)!r} holds no config.json and {len(files)} .gguf files; name one file")
+        return str(path), {"gguf_file": files[0].name}
+    return str(source), {}
+
+
+def load_tokenizer(source: str | os.PathLike[str]) -> Any:
+    """The transformers tokenizer that belongs to a model source (directory, GGUF file or hub name)."""
+    path, extra = _locate(source)
+    return AutoTokenizer.from_pretrained(path, **extra)
+
+
+class BaseModel:
+    """name: what it was loaded as. vocab_size, max_context, eos_token_ids, num_parameters: as the model's config says.
+
+    config: the transformers text config. decoder: the transformers decoder (embeddings to last norm). head: the unembedding.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        self.config = model.config.get_text_config()
+        self.name = name
+        self.model = model.eval().requires_grad_(False)
+        self.decoder = model.get_decoder()
+        self.device, self.dtype = model.device, model.dtype
+        self.num_parameters = model.num_parameters()
+        self.vocab_size: int = self.config.vocab_size
+        self.max_context: int = self.config.max_position_embeddings
+        eos = getattr(model.generation_config, "eos_token_id", None)
+        eos = self.config.eos_token_id if eos is None else eos
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+        self.router = Router()
+        self.targets = _open_to_adapters(model, self.router)
+        head, path = model.get_output_embeddings(), self.targets[-1].path
+        scale = getattr(self.config, "logit_scale", None) or 1.0 / (getattr(self.config, "logits_scaling", None) or 1.0)
+        self.head = Head(head.weight, head.bias, path, scale, getattr(self.config, "final_logit_softcapping", None))
+
+    @classmethod
+    def load(
+        cls,
+        source: str | os.PathLike[str] | PreTrainedModel,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = torch.float32,
+        *,
+        name: str | None = None,
+        check: bool = True,
+    ) -> BaseModel:
+        """source: a transformers decoder directory, hub name, GGUF file, or a built model (which is then changed in place).
+
+        dtype None keeps the checkpoint's. check: compare a few tokens with transformers' own attention before anything is trained.
+        Raises UserError, naming the model type and the part, for what is not supported.
+        """
+        if isinstance(source, PreTrainedModel):
+            model, name = source, name or source.config.name_or_path or source.config.model_type
+            model.set_attn_implementation(ATTENTION)
+            if dtype is not None:
+                model = model.to(dtype)
+        else:
+            path, extra = _locate(source)
+            name = name or (Path(extra["gguf_file"]).stem if extra else path.rstrip("/") if not Path(path).is_dir() else Path(path).name)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", attn_implementation=ATTENTION, **extra)
+        base = cls(model.to(device), name)
+        if check:
+            base.check()
+        return base
+
+    def layout(self, lora: LoraConfig) -> AdapterLayout:
+        """Where the LoRA matrices of such an adapter lie in its flat buffers."""
+        return build_layout(lora, self.targets)
+
+    @contextmanager
+    def _routed(self, route: Route):
+        before, self.router.route = self.router.route, route
+        try:
+            yield
+        finally:
+            self.router.route = before
+
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing, groups: Sequence[RowGroup | tuple] = ()
+    ) -> torch.Tensor:
+        """tokens, positions [T] int64 on the model's device -> last hidden states [T, H], after the final norm.
+
+        groups: disjoint row ranges in order with the adapter of each (RowGroup or the tuple of its first three fields); rows that no
+        group names run the bare model. When a group has ``grad``, the result carries a graph whose backward adds to it.
+        """
+        rows = tokens.shape[0]
+        if rows < MIN_ROWS and packing.cache is None:  # a row keeps its bits only from MIN_ROWS rows up
+            tokens, positions = (nn.functional.pad(x, (0, MIN_ROWS - rows)) for x in (tokens, positions))
+            packing = Packing([*packing.lengths, MIN_ROWS - rows])
+        with self._routed(Route(groups, self.device)):
+            out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
+        return out.last_hidden_state[0, :rows]
+
+    def logits(self, hidden: torch.Tensor, groups: Sequence[RowGroup | tuple] = ()) -> torch.Tensor:
+        """hidden [n, H], groups over those n rows -> float32 logits [n, V]. For sampling: no gradient."""
+        return self.head.logits(hidden, [RowGroup(*g) for g in groups])
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Two short sequences, packed, against transformers' own attention and head; raises UserError when they differ."""
+        kind, n = self.config.model_type, min(12, self.max_context)
+        tokens = torch.arange(2 * n, device=self.device).remainder(self.vocab_size)
+        positions = torch.arange(n, device=self.device).repeat(2)
+        packing = Packing([n, n])
+        ours = torch.log_softmax(self.logits(self.hidden(tokens, positions, packing)), -1)
+        if packing.calls != self.config.num_hidden_layers:
+            raise UserError(
+                f"model type {kind!r} is not supported: {packing.calls} of its {self.config.num_hidden_layers} layers use the attention "
+                "interface; layers of another kind would see across packed sequences"
+            )
+        self.model.set_attn_implementation("eager")
+        try:
+            theirs = [self.model(input_ids=t[None], use_cache=False).logits[0] for t in tokens.split(n)]
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+        error = (ours - torch.log_softmax(torch.cat(theirs).float(), -1)).abs().max().item()
+        if not error <= (1e-3 if self.dtype == torch.float32 else 0.5):
+            raise UserError(f"model type {kind!r} is not supported: packed logprobs differ from transformers' by {error:.3g}")
+
+
+def _open_to_adapters(model: PreTrainedModel, router: Router) -> list[LoraTarget]:
+    """Replace the linear layers inside decoder layers; say which LoRA targets there are, in the order of the model, unembedding last."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UserError(f"model type {model.config.model_type!r} is not supported: its unembedding is {type(head).__name__}, not nn.Linear")
+    targets = []
+    for path, module in list(model.named_modules()):
+        parent, _, leaf = path.rpartition(".")
+        if not isinstance(module, nn.Linear) or module is head or ".layers." not in f".{path}" or leaf in _ROUTERS:
+            continue
+        kind = "attn" if "attn" in parent or "attention" in parent else "mlp"
+        targets.append(LoraTarget(path, module.in_features, module.out_features, kind))
+        model.set_submodule(path, LoraLinear(module, path, router))
+    if not any(t.kind == "attn" for t in targets):
+        raise UserError(f"model type {model.config.model_type!r} is not supported: no nn.Linear found in its attention layers")
+    path = next(name for name, module in model.named_modules() if module is head)
+    return [*targets, LoraTarget(path, head.in_features, head.out_features, "unembed")]
