@@ -1,0 +1,307 @@
+"""The engine: load a base model, make adapters, submit requests, close. The front door of everything that changes an adapter."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from spindle import codec, losses
+from spindle.compute.adapter import Adapter
+from spindle.compute.model import BaseModel
+from spindle.compute.worker import DeviceWorker
+from spindle.device_loop import DeviceLoop
+from spindle.errors import EngineClosed, InvalidRequest, NotFound, SpindleError, UserError
+from spindle.executor import Executor, ForwardBackwardResult, Resident, Training
+from spindle.future import Future, failed
+from spindle.handle import AdapterHandle
+from spindle.io_loop import IoLoop
+from spindle.operations import LoadState, Operation, OptimStep, SaveState
+from spindle.sampling import Sampler, SampleRequest
+from spindle.scheduler import Item, Kind, Scheduler, SchedulerConfig
+from spindle.store import checkpoint
+from spindle.types import DimuonParams, LoraConfig, SampleOutput, SamplingParams
+
+__all__ = ["Engine"]
+
+OPTIMIZERS = ("adamw", "dimuon")
+
+
+def resolve_devices(devices: str | Sequence[str]) -> list[torch.device]:
+    """``"auto"``: every CUDA device, or else the CPU once. A list may name a device more than once (``["cpu", "cpu"]``)."""
+    if devices == "auto":
+        count = torch.cuda.device_count()
+        return [torch.device("cuda", i) for i in range(count)] if count else [torch.device("cpu")]
+    names = [devices] if isinstance(devices, str) else list(devices)
+    if not names:
+        raise UserError('devices: got an empty list; name at least one, e.g. ["cuda:0"] or ["cpu"], or say "auto"')
+    resolved = []
+    for name in names:
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise UserError(f'devices: {name!r} is no torch device; say "cpu", "cuda:0", …') from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UserError(f"devices: {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices")
+        resolved.append(device)
+    return resolved
+
+
+class Engine:
+    """A LoRA training engine in this process.
+
+    model: a transformers decoder directory, a GGUF file, a hub name, or a loaded ``BaseModel``.
+    devices: "auto", or a list of torch devices; one worker thread each, with its own replica of the base model.
+    dtype: of the base weights ("float32", "bfloat16"); adapters, moments and logprobs are always float32. None: float32 on CPU, bfloat16 on CUDA.
+    limits: bounds on what a request may hold (``codec.Limits``); vocabulary and context are taken from the model.
+    scheduler: bounds, micro-batch token budget and client weights (``SchedulerConfig``).
+    sampling_share: the part of a device's time that sampling may take while training waits, in (0, 1).
+
+    Every method that changes an adapter is thread-safe and returns a ``spindle.Future``: block with ``.result()`` or ``await`` it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | BaseModel | Any,
+        *,
+        devices: str | Sequence[str] = "auto",
+        dtype: str | torch.dtype | None = None,
+        name: str | None = None,
+        limits: codec.Limits | None = None,
+        scheduler: SchedulerConfig | None = None,
+        sampling_share: float = 0.5,
+        sampler_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not 0.0 < sampling_share < 1.0:
+            raise UserError(f"sampling_share: got {sampling_share}; allowed is a number between 0 and 1, both excluded")
+        places = resolve_devices(devices)
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        dtype = dtype or (torch.bfloat16 if places[0].type == "cuda" else torch.float32)
+        self.model = model if isinstance(model, BaseModel) else BaseModel.load(model, device=places[0], dtype=dtype)
+        self.model_name = name or self.model.name
+        self.limits = limits or codec.Limits()
+        self.limits.vocab_size = self.model.vocab_size
+        self.limits.max_sequence_length = min(self.limits.max_sequence_length, self.model.max_context)
+        self.config = scheduler or SchedulerConfig()
+        self.scheduler = Scheduler(self.config, devices=len(places))
+        self.tokenizer = self.model.tokenizer
+        self._residents: dict[str, Resident] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._started_at = time.monotonic()
+        self._encoders = ThreadPoolExecutor(1, thread_name_prefix="spindle-encode")
+        threads = max(1, (os.cpu_count() or 1) // len(places)) if places[0].type == "cpu" and len(places) > 1 else 0
+        self._loops: list[DeviceLoop] = []
+        for index, place in enumerate(places):
+            replica = self.model if index == 0 else self.model.replica(place)
+            executor = Executor(DeviceWorker(replica), self.scheduler, pinned=place.type == "cuda")
+            sampler = Sampler(replica, self.tokenizer, **(sampler_options or {}))
+            self._loops.append(DeviceLoop(index, executor, self.scheduler, sampler, threads, sampling_share))
+        self._io = IoLoop(self.scheduler, self.model_name)
+        for loop in self._loops:
+            loop.start()
+
+    # --- adapters -------------------------------------------------------------------------------------------------
+
+    def create_adapter(
+        self,
+        rank: int = 32,
+        *,
+        alpha: float = 32.0,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        optimizer: Literal["adamw", "dimuon"] = "adamw",
+        model_id: str | None = None,
+        client: str = "local",
+        state: str | Path | None = None,
+        with_optimizer: bool = False,
+    ) -> AdapterHandle:
+        """A fresh LoRA adapter: A as PEFT initialises it (from ``seed``; the same seed gives the same bits), B zero.
+
+        state: start from this checkpoint directory of the same shape instead; ``with_optimizer``: and from its optimizer state.
+
+        client: whose account in the fair schedule it runs on. Raises UserError naming the field for an impossible shape.
+        """
+        if not isinstance(rank, int) or not 1 <= rank <= 4096:
+            raise UserError(f"rank: got {rank!r}; allowed is a whole number from 1 to 4096")
+        if not (train_mlp or train_attn or train_unembed):
+            raise UserError("train_mlp, train_attn and train_unembed are all false: there is nothing to train; set at least one")
+        if optimizer not in OPTIMIZERS:
+            raise UserError(f"optimizer: got {optimizer!r}; allowed are {', '.join(OPTIMIZERS)}")
+        lora = LoraConfig(rank, alpha, seed, train_mlp, train_attn, train_unembed)
+        model_id = model_id or f"adapter-{uuid.uuid4().hex[:12]}"
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            if model_id in self._residents:
+                raise UserError(f"model_id: {model_id!r} is already in use")
+            counts = [0] * len(self._loops)
+            for other in self._residents.values():
+                counts[other.home] += 1
+            home = counts.index(min(counts))
+            adapter = Adapter(self.model.layout(lora), self._loops[home].executor.worker.device)
+            if state is None:
+                adapter.init(seed if seed is not None else int.from_bytes(os.urandom(7), "little"))
+            else:
+                loaded = checkpoint.load_adapter(state, adapter.layout, with_optimizer)
+                adapter.load(loaded.params, loaded.optimizer)
+            self._residents[model_id] = Resident(model_id, client, adapter, home, optimizer)
+            self.scheduler.add_adapter(model_id, client, home)
+        return AdapterHandle(self, model_id, lora)
+
+    def unload(self, model_id: str) -> None:
+        """Forget an adapter and free what it holds; requests of it that have not started fail."""
+        with self._lock:
+            if self._residents.pop(model_id, None) is None:
+                raise NotFound(f"no adapter {model_id!r}")
+        self.scheduler.remove_adapter(model_id, NotFound(f"adapter {model_id!r} was unloaded before this request ran"))
+
+    def resident(self, model_id: str) -> Resident:
+        """The engine's record of an adapter. Raises NotFound."""
+        resident = self._residents.get(model_id)
+        if resident is None:
+            raise NotFound(f"no adapter {model_id!r}; create it first")
+        return resident
+
+    # --- the one door ---------------------------------------------------------------------------------------------
+
+    def scan(self, body: Any, content_encoding: str | None = None) -> codec.ScannedRequest:
+        """Decode and check a forward_backward body. Blocking, without the GIL. Raises MalformedBody, InvalidRequest."""
+        return codec.scan(body, content_encoding, self.limits)
+
+    def enqueue(self, request: codec.ScannedRequest) -> Future[ForwardBackwardResult]:
+        """Queue a scanned request in its adapter's order.
+
+        An InvalidRequest (loss inputs that do not fit) takes the request's place in the order and comes back as a failed future. Raises
+        NotFound, Conflict, Overloaded, EngineClosed when it takes no place.
+        """
+        resident = self.resident(request.model_id)
+        try:
+            config = losses.check(request)
+        except InvalidRequest as error:
+            return self.reject(request.model_id, request.seq_id, error)
+        future: Future[ForwardBackwardResult] = Future()
+        item = Item(request.model_id, request.seq_id, Kind.TRAIN, future, fingerprint=bytes(request.fingerprint), nbytes=request.nbytes)
+        item.cut(np.asarray(request.lengths), self.config.token_budget)
+        item.payload = Training.of(request, config, resident)
+        return self.scheduler.put(item)
+
+    def submit(self, body: Any, content_encoding: str | None = None) -> Future[bytes]:
+        """One request body in (protobuf, plain or zstd), the bytes of its answer out. Errors come through the future."""
+        try:
+            return self.enqueue(self.scan(body, content_encoding)).then(ForwardBackwardResult.encode, self._encoders)
+        except InvalidRequest as error:
+            if error.model_id and error.seq_id > 0 and error.model_id in self._residents:
+                return self.reject(error.model_id, error.seq_id, error)
+            return failed(error)
+        except SpindleError as error:
+            return failed(error)
+
+    def submit_operation(self, model_id: str, seq_id: int, operation: Operation, fingerprint: bytes | None = None) -> Future[Any]:
+        """Queue an operation in its adapter's order. ``fingerprint`` says when a repeat is the same request; by default its content."""
+        resident = self.resident(model_id)
+        if isinstance(operation, OptimStep):
+            wants_dimuon = resident.optimizer == "dimuon"
+            if isinstance(operation.params, DimuonParams) != wants_dimuon:
+                error = InvalidRequest(
+                    f"optim_step: got {type(operation.params).__name__} for an adapter created with the {resident.optimizer} optimizer", model_id, seq_id
+                )
+                return self.reject(model_id, seq_id, error)
+        kind = Kind.IO if isinstance(operation, SaveState | LoadState) else Kind.DEVICE
+        if fingerprint is None:
+            fingerprint = hashlib.blake2b(repr(operation).encode(), digest_size=16).digest()
+        return self.scheduler.put(Item(model_id, seq_id, kind, Future(), payload=(resident, operation), fingerprint=fingerprint))
+
+    def reject(self, model_id: str, seq_id: int, error: SpindleError) -> Future[Any]:
+        """A request that cannot run takes its place in the order, so that those after it do. Returns the failed future."""
+        fingerprint = hashlib.blake2b(str(error).encode(), digest_size=16).digest()
+        return self.scheduler.put(Item(model_id, seq_id, Kind.SKIP, failed(error), fingerprint=fingerprint))
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        snapshot: Any | None,
+        prompt: Sequence[int] | np.ndarray | str,
+        params: SamplingParams | None = None,
+        num_samples: int = 1,
+        **options: Any,
+    ) -> Future[SampleOutput]:
+        """Sample from a published snapshot, or from the base model when it is None.
+
+        prompt: token ids, or text when the model has a tokenizer. options: further fields of ``sampling.SampleRequest``.
+        Raises UserError naming the field before anything is allocated.
+        """
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UserError("prompt: got text, but this model has no tokenizer; pass token ids")
+            prompt = self.tokenizer.encode(prompt)
+        request = SampleRequest(prompt=np.asarray(prompt), params=params or SamplingParams(), num_samples=num_samples, snapshot=snapshot, **options)
+        loop = min(self._loops, key=lambda one: one.sampler.load()) if len(self._loops) > 1 else self._loops[0]
+        future = loop.sampler.submit(request)
+        loop.wake()
+        return future
+
+    def open_snapshot(self, path: str | Path) -> Any:
+        """The weights of a checkpoint directory, for ``sample``. Blocking. Raises NotFound, InvalidRequest when it is not of this model."""
+        description = checkpoint.read_description(path)
+        adapter = Adapter(self.model.layout(LoraConfig(**description["lora"])), self._loops[0].executor.worker.device)
+        adapter.load(checkpoint.load_adapter(path, adapter.layout).params, None)
+        return adapter.snapshot()
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, queues and devices as they are now. Seconds are summed over devices."""
+        loops = self._loops
+        fill, compute, optim = (sum(loop.executor.seconds[key] for loop in loops) for key in ("fill", "compute", "optim"))
+        return {
+            "uptime_s": time.monotonic() - self._started_at,
+            "compute_s": compute + optim,
+            "fill_s": fill,
+            "sampling_s": sum(loop.sampling_s for loop in loops),
+            "device_busy_s": [loop.busy_s for loop in loops],
+            "micro_batches": sum(loop.executor.counts["micro_batches"] for loop in loops),
+            "trained_tokens": sum(loop.executor.counts["tokens"] for loop in loops),
+            "optim_steps": sum(loop.executor.counts["optim_steps"] for loop in loops),
+            "queue": self.scheduler.stats(),
+        }
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Finish what runs, fail what has not started, end every thread. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.scheduler.close()
+        error = EngineClosed("the engine was closed before this request ran")
+        for loop in self._loops:
+            loop.sampler.fail_all(error)
+            loop.wake()
+        deadline = time.monotonic() + timeout_s
+        for part in (*self._loops, self._io):
+            part.join(max(0.0, deadline - time.monotonic()))
+        self._encoders.shutdown(wait=True)
+        self._residents.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+

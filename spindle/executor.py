@@ -1,0 +1,318 @@
+"""Between the scheduler and a device: blocks become a MicroBatch (codec.fill), results go back to their requests in input order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from spindle import codec, losses
+from spindle.compute.adapter import Adapter
+from spindle.compute.batch import MicroBatch, Segment, SegmentResult
+from spindle.compute.worker import DeviceWorker
+from spindle.errors import ServerError, SpindleError
+from spindle.operations import OptimStep, Publish
+from spindle.scheduler import Block, Item, Scheduler
+from spindle.types import ForwardBackwardOutput, OptimStepOutput
+
+logger = logging.getLogger("spindle")
+
+
+def combine_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
+    """Metrics of a whole request from those of its blocks, each with its number of datums; as the SDK combines its chunks.
+
+    The reduction after the colon says how: mean is weighted by datums, slack is max minus mean, unique and hash2 pass the first / add up.
+    """
+    if len(parts) == 1:
+        return dict(parts[0][0])
+    weights = np.array([count for _, count in parts], dtype=np.float64)
+    combined: dict[str, float] = {}
+    for key in parts[0][0]:
+        values = np.array([metrics[key] for metrics, _ in parts if key in metrics], dtype=np.float64)
+        if len(values) != len(parts):
+            continue
+        match key.rpartition(":")[2]:
+            case "mean":
+                value = float(np.average(values, weights=weights))
+            case "min":
+                value = float(values.min())
+            case "max":
+                value = float(values.max())
+            case "slack":
+                value = float(values.max() - np.average(values, weights=weights))
+            case "unique":
+                value = float(values[0])
+            case _:
+                value = float(values.sum())
+        combined[key] = value
+    return combined
+
+
+class ForwardBackwardResult:
+    """The answer to one forward or forward_backward: flat logprobs in input order and metrics.
+
+    logprobs: [cells] float32; lengths, widths: [D] int64 (width 0 = ``[N]``, K = ``[N, K]``).
+    """
+
+    def __init__(self, logprobs: np.ndarray, lengths: np.ndarray, widths: np.ndarray, metrics: dict[str, float]) -> None:
+        self.logprobs = logprobs
+        self.lengths = lengths
+        self.widths = widths
+        self.metrics = metrics
+        self._encoded: bytes | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self.logprobs.nbytes
+
+    def encode(self) -> bytes:
+        """The protobuf ForwardBackwardOutput, written once."""
+        with self._lock:
+            if self._encoded is None:
+                self._encoded = codec.encode_forward_backward(self.logprobs, self.lengths, self.widths, self.metrics)
+                self.logprobs = self.logprobs[:0]  # the bytes are what every later poll returns
+            return self._encoded
+
+    def output(self) -> ForwardBackwardOutput:
+        """The same as numpy arrays, one dict per datum."""
+        with self._lock:
+            if self._encoded is not None:
+                return codec.decode_forward_backward(self._encoded)
+            ends = np.cumsum(self.lengths * np.maximum(self.widths, 1))
+            pieces = np.split(self.logprobs, ends[:-1])
+        outputs = [
+            {"logprobs": piece.reshape(length, width) if width else piece}
+            for piece, length, width in zip(pieces, self.lengths.tolist(), self.widths.tolist(), strict=True)
+        ]
+        return ForwardBackwardOutput(outputs, self.metrics)
+
+
+@dataclass(eq=False)
+class Resident:
+    """An adapter as the engine holds it. ``lock`` orders the commits of its gradients."""
+
+    model_id: str
+    client: str
+    adapter: Adapter
+    home: int  # device index
+    optimizer: str = "adamw"
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    extra_inputs: Any = None
+
+
+@dataclass(eq=False)
+class Training:
+    """Payload of a TRAIN item: what is asked, and what has come back so far."""
+
+    request: codec.ScannedRequest
+    config: dict[str, float | str]
+    resident: Resident
+    cell_starts: np.ndarray  # [D + 1] int64
+    logprobs: np.ndarray  # [cells] float32
+    metrics: dict[int, tuple[dict[str, float], int]] = field(default_factory=dict)
+    waiting: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of blocks that came early
+    next_grad: int = 0
+    grad: torch.Tensor | None = None
+    extra: dict[str, np.ndarray] = field(default_factory=dict)  # inputs that the engine adds, [cells] float32 in input order
+
+    @classmethod
+    def of(cls, request: codec.ScannedRequest, config: dict[str, float | str], resident: Resident) -> Training:
+        starts = np.zeros(request.num_datums + 1, dtype=np.int64)
+        np.cumsum(request.lengths * np.maximum(request.target_widths, 1), out=starts[1:])
+        return cls(request, config, resident, starts, np.empty(int(starts[-1]), dtype=np.float32))
+
+    def take(self, index: int, datums: np.ndarray, logprobs: np.ndarray, metrics: dict[str, float], grad: torch.Tensor | None) -> None:
+        """Put one block's result in its place; gradients are added in block order whatever order they come in."""
+        at = 0
+        for datum in datums.tolist():
+            start, stop = self.cell_starts[datum], self.cell_starts[datum + 1]
+            self.logprobs[start:stop] = logprobs[at : at + stop - start]
+            at += stop - start
+        self.metrics[index] = (metrics, len(datums))
+        if grad is None:
+            return
+        self.waiting[index] = grad
+        while (following := self.waiting.pop(self.next_grad, None)) is not None:
+            self.grad = following if self.grad is None else self.grad.add_(following.to(self.grad.device))
+            self.next_grad += 1
+
+    def result(self) -> ForwardBackwardResult:
+        metrics = combine_metrics([self.metrics[index] for index in sorted(self.metrics)])
+        widths = np.maximum(np.asarray(self.request.target_widths), 0)
+        return ForwardBackwardResult(self.logprobs, np.asarray(self.request.lengths), widths, metrics)
+
+
+class Executor:
+    """Runs what the scheduler hands out for one device. ``run`` and ``operate`` are called from that device's thread only."""
+
+    def __init__(self, worker: DeviceWorker, scheduler: Scheduler, pinned: bool) -> None:
+        self.worker = worker
+        self.scheduler = scheduler
+        self.pinned = pinned
+        self.seconds = {"fill": 0.0, "compute": 0.0, "optim": 0.0}
+        self.counts = {"micro_batches": 0, "tokens": 0, "optim_steps": 0}
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def fill(self, blocks: Sequence[Block]) -> MicroBatch:
+        """Lay the blocks out as one micro-batch, those of one adapter side by side. The only copy from request to device."""
+        started = time.perf_counter()
+        order: dict[int, list[Block]] = {}
+        for block in blocks:
+            order.setdefault(id(block.item.payload.resident), []).append(block)
+        blocks = [block for group in order.values() for block in group]
+        lengths = [block.item.payload.request.lengths[block.datums] for block in blocks]
+        widths = [np.maximum(block.item.payload.request.target_widths[block.datums], 0) for block in blocks]
+        cells = [int((n * np.maximum(k, 1)).sum()) for n, k in zip(lengths, widths, strict=True)]
+        tokens = self._empty(sum(block.tokens for block in blocks), torch.int64)
+        positions = self._empty(len(tokens), torch.int64)
+        targets = self._empty(sum(cells), torch.int64)
+        batch = MicroBatch(tokens, positions, targets, np.concatenate(lengths), np.concatenate(widths), [])
+        row = cell = seq = 0
+        for block, count in zip(blocks, cells, strict=True):
+            training: Training = block.item.payload
+            request = training.request
+            rows, here = slice(row, row + block.tokens), slice(cell, cell + count)
+            loss = losses.get(request.loss_fn)
+            defaults = {name: None for name in loss.required if name not in ("target_tokens", *training.extra)} | dict(loss.optional)
+            names = set(request.input_names)
+            inputs = {
+                name: (self._empty(count, torch.float32), default) for name, default in defaults.items() if default is not None or name in names
+            }
+            codec.fill(request, block.datums, tokens[rows], positions[rows], targets[here], inputs)
+            segment = Segment(
+                adapter=training.resident.adapter,
+                loss_fn=request.loss_fn,
+                config=training.config,
+                backward=not request.forward_only,
+                seqs=slice(seq, seq + len(block.datums)),
+                rows=rows,
+                cells=here,
+                inputs={name: tensor for name, (tensor, _) in inputs.items()} | self._extra_inputs(training, block),
+                tag=block,
+            )
+            batch.segments.append(segment)
+            row, cell, seq = rows.stop, here.stop, segment.seqs.stop
+        self.seconds["fill"] += time.perf_counter() - started
+        return batch
+
+    def _extra_inputs(self, training: Training, block: Block) -> dict[str, torch.Tensor]:
+        starts = training.cell_starts
+        return {
+            name: torch.from_numpy(np.concatenate([values[starts[d] : starts[d + 1]] for d in block.datums.tolist()]))
+            for name, values in training.extra.items()
+        }
+
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, pin_memory=self.pinned)
+
+    def run(self, batch: MicroBatch) -> None:
+        """Compute a micro-batch and give every block its result, or its error."""
+        started = time.perf_counter()
+        try:
+            results = self._run_within_memory(batch)
+        except BaseException as error:
+            logger.exception("a micro-batch of %d tokens failed", len(batch.tokens))
+            for segment in batch.segments:
+                self._finish(segment.tag, None, as_server_error(error, segment.tag.item))
+            if not isinstance(error, Exception):
+                raise
+            return
+        finally:
+            self.seconds["compute"] += time.perf_counter() - started
+        self.counts["micro_batches"] += 1
+        self.counts["tokens"] += len(batch.tokens)
+        for result in results:
+            self._finish(result.segment.tag, result, None)
+
+    def _run_within_memory(self, batch: MicroBatch) -> list[SegmentResult]:
+        """Run; when the device runs out of memory, run the halves of the batch one after the other."""
+        try:
+            return self.worker.run(batch)
+        except torch.OutOfMemoryError:
+            if len(batch.segments) == 1:
+                raise
+        logger.warning("out of memory with %d tokens in %d requests; running them in two halves", len(batch.tokens), len(batch.segments))
+        torch.cuda.empty_cache()
+        middle = len(batch.segments) // 2
+        return [r for half in (batch.segments[:middle], batch.segments[middle:]) for r in self._run_within_memory(part_of(batch, half))]
+
+    def _finish(self, block: Block, result: SegmentResult | None, error: SpindleError | None) -> None:
+        item = block.item
+        training: Training = item.payload
+        if error is not None:
+            self.scheduler.fail(item, error)
+        with training.resident.lock:
+            if result is not None and not item.failed:
+                training.take(block.index, block.datums, result.logprobs.numpy(), result.metrics, result.grad)
+            for whole in self.scheduler.completed(block):
+                grad = whole.payload.grad
+                if grad is not None:
+                    self.worker.accumulate(whole.payload.resident.adapter, grad)
+        over, failed = item.blocks_left == 0, item.failed
+        self.scheduler.block_done(block)
+        if over and not failed:
+            answer = training.result()
+            training.request.release()
+            item.drop_payload()
+            item.future.settle(answer)
+
+    # --- operations -----------------------------------------------------------------------------------------------
+
+    def operate(self, items: Sequence[Item]) -> None:
+        """Run device operations that became ready together."""
+        for item in items:
+            resident, operation = item.payload
+            started = time.perf_counter()
+            try:
+                match operation:
+                    case OptimStep(params):
+                        value: Any = OptimStepOutput(self.worker.optim_step(resident.adapter, params))
+                        self.counts["optim_steps"] += 1
+                        self.seconds["optim"] += time.perf_counter() - started
+                    case Publish():
+                        value = resident.adapter.snapshot()
+                    case _:
+                        raise ServerError(f"operation {type(operation).__name__} does not run on a device")
+            except Exception as error:
+                logger.exception("%s of %s failed", type(operation).__name__, item.model_id)
+                self.scheduler.operation_done(item)
+                item.future.fail(as_server_error(error, item))
+            else:
+                self.scheduler.operation_done(item)
+                item.drop_payload()
+                item.future.settle(value)
+
+
+def part_of(batch: MicroBatch, segments: list[Segment]) -> MicroBatch:
+    """The micro-batch of some adjacent segments only."""
+    rows = slice(segments[0].rows.start, segments[-1].rows.stop)
+    cells = slice(segments[0].cells.start, segments[-1].cells.stop)
+    seqs = slice(segments[0].seqs.start, segments[-1].seqs.stop)
+
+    def moved(inner: slice, outer: slice) -> slice:
+        return slice(inner.start - outer.start, inner.stop - outer.start)
+
+    parts = [
+        Segment(s.adapter, s.loss_fn, s.config, s.backward, moved(s.seqs, seqs), moved(s.rows, rows), moved(s.cells, cells), s.inputs, s.tag)
+        for s in segments
+    ]
+    return MicroBatch(batch.tokens[rows], batch.positions[rows], batch.targets[cells], batch.lengths[seqs], batch.widths[seqs], parts)
+
+
+def as_server_error(error: BaseException, item: Item) -> SpindleError:
+    """Our own errors pass as they are; anything else becomes a ServerError that says what failed and that nothing was changed."""
+    if isinstance(error, SpindleError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return ServerError(f"out of memory on the device with the smallest micro-batch of seq_id {item.seq_id} ({item.tokens} tokens): send shorter sequences")
+    failure = ServerError(f"{type(error).__name__} while running seq_id {item.seq_id} of {item.model_id}: {error}; the adapter is as it was before")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,367 @@
+"""The scheduler: order, fairness, bounds. It knows lengths and bytes, and no torch.
+
+Device threads pull work with ``next_work``; whoever completes work calls ``completed`` and
+``block_done``, or ``operation_done``. One lock guards it all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from spindle.errors import EngineClosed, NotFound, Overloaded, SpindleError
+from spindle.future import Future
+from spindle.scheduler.fairness import Client, Rings
+from spindle.scheduler.items import Block, Item, Kind
+from spindle.scheduler.queues import AdapterQueue
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Bounds and weights. Tokens count model-input tokens; bytes count request bodies as held in memory."""
+
+    token_budget: int = 4096  # per micro-batch
+    quantum_tokens: int | None = None  # fairness grain; None = a quarter of the budget
+    max_queue_bytes: int = 8 << 30
+    max_client_queue_bytes: int = 2 << 30
+    max_held_requests: int = 1024  # behind a gap, per adapter
+    gap_timeout_s: float = 120.0
+    client_weights: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_queue_bytes", "max_client_queue_bytes", "max_held_requests", "gap_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for client, weight in self.client_weights.items():
+            if not weight > 0:
+                raise ValueError(f"client_weights[{client!r}] must be positive, got {weight}")
+
+
+@dataclass(slots=True)
+class Work:
+    """What one device does next: the blocks of one micro-batch, or operations that are ready together. Exactly one is non-empty."""
+
+    blocks: list[Block] = field(default_factory=list)
+    operations: list[Item] = field(default_factory=list)
+
+
+class Scheduler:
+    """Thread-safe. ``devices`` is how many device threads pull work."""
+
+    def __init__(self, config: SchedulerConfig, devices: int = 1) -> None:
+        self.config = config
+        self.devices = devices
+        self._lock = threading.Lock()
+        self._work_ready = [threading.Condition(self._lock) for _ in range(devices)]
+        self._io_ready = threading.Condition(self._lock)
+        self._all_devices = range(devices)
+        self._rings = Rings(devices, config.quantum_tokens or max(1, config.token_budget // 4))
+        self._queues: dict[str, AdapterQueue] = {}
+        self._clients: dict[str, Client] = {}
+        self._operations: list[deque[Item]] = [deque() for _ in range(devices)]
+        self._io: deque[Item] = deque()
+        self._gaps: deque[tuple[float, AdapterQueue]] = deque()  # in deadline order: the timeout is one constant
+        self._nbytes = 0
+        self._requests = 0
+        self._closed = False
+
+    # --- adapters -------------------------------------------------------------------------------------------------
+
+    def add_adapter(self, model_id: str, client: str, home: int) -> None:
+        with self._lock:
+            if model_id in self._queues:
+                raise ValueError(f"model_id {model_id!r} is already in use")
+            self._queues[model_id] = AdapterQueue(model_id, client, home, self.config.max_held_requests, self.config.gap_timeout_s)
+            if client not in self._clients:
+                self._clients[client] = Client(client, self.config.client_weights.get(client, 1.0), self.devices)
+            self._clients[client].adapters += 1
+
+    def remove_adapter(self, model_id: str, error: SpindleError) -> None:
+        """Fail everything that waits for this adapter; what runs now finishes."""
+        with self._lock:
+            queue = self._queues.pop(model_id, None)
+            if queue is None:
+                raise NotFound(f"no adapter {model_id!r}; create it first")
+            queue.closed = True
+            doomed = [*queue.ready, *queue.held.values()]
+            queue.ready.clear()
+            queue.held.clear()
+            client = self._clients[queue.client]
+            client.adapters -= 1
+            for item in doomed:
+                item.failed = True
+                self._release(item, client)
+            if not client.adapters:
+                del self._clients[queue.client]
+        for item in doomed:
+            item.future.fail(error)
+
+    def busy(self, model_id: str) -> bool:
+        """Whether anything of this adapter waits or runs."""
+        with self._lock:
+            queue = self._queues.get(model_id)
+            return queue is not None and bool(queue.running_blocks or queue.operation or queue.ready or queue.held)
+
+    # --- in -------------------------------------------------------------------------------------------------------
+
+    def put(self, item: Item) -> Future:
+        """Queue an item. Returns its future, or the first one's when (adapter, seq_id) came before with the same content.
+
+        Raises NotFound (no such adapter), Conflict (same seq_id, other content), Overloaded (a bound is reached), EngineClosed.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            queue = self._queues.get(item.model_id)
+            if queue is None:
+                raise NotFound(f"no adapter {item.model_id!r}; create it first")
+            if item.seq_id < 1:
+                item.seq_id = queue.next_seq + len(queue.held)
+            first = queue.repeat_of(item)
+            if first is not None:
+                return first
+            client = self._clients[queue.client]
+            self._check_room(item, client)
+            had_gap = queue.gap_deadline
+            queue.put(item)
+            item.counted = True
+            client.nbytes += item.nbytes
+            client.requests += 1
+            self._nbytes += item.nbytes
+            self._requests += 1
+            if item.kind is Kind.SKIP:
+                self._release(item, client)
+            if queue.gap_deadline is not None and queue.gap_deadline != had_gap:
+                self._gaps.append((queue.gap_deadline, queue))
+                self._work_ready[0].notify()  # device 0 keeps the clock of the gaps
+            self._advance(queue)
+        item.future.add_done_callback(lambda future: self._cancelled(item) if future.cancelled() else None)
+        return item.future
+
+    def _cancelled(self, item: Item) -> None:
+        with self._lock:
+            queue = self._queues.get(item.model_id)
+            if queue is not None:
+                self._release(item, self._clients[queue.client])
+                if queue.operation is item:
+                    queue.operation = None
+                self._advance(queue)
+
+    def check_room(self, model_id: str, nbytes: int) -> None:
+        """Raise Overloaded now if a body of ``nbytes`` could not be queued, before anything is decoded for it."""
+        with self._lock:
+            queue = self._queues.get(model_id)
+            if queue is not None:
+                self._check_room(Item(model_id, 0, Kind.TRAIN, None, nbytes=nbytes), self._clients[queue.client])  # type: ignore[arg-type]
+
+    def _check_room(self, item: Item, client: Client) -> None:
+        if item.kind is Kind.SKIP or not item.nbytes:
+            return
+        for held, bound, whose in (
+            (client.nbytes, self.config.max_client_queue_bytes, "of this client"),
+            (self._nbytes, self.config.max_queue_bytes, "in all"),
+        ):
+            if held and held + item.nbytes > bound:
+                raise Overloaded(f"{held} bytes of requests {whose} are queued and this one has {item.nbytes}; at most {bound} may be; try again later")
+
+    # --- out ------------------------------------------------------------------------------------------------------
+
+    def next_work(self, device: int, timeout_s: float | None = None) -> Work | None:
+        """What ``device`` does next; waits for work. None when the timeout passed or the scheduler is closed and drained."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            while True:
+                now = time.monotonic()
+                if self._gaps and self._gaps[0][0] <= now:
+                    self._expire_gaps(now)
+                work = self._take(device)
+                if work is not None:
+                    return work
+                if self._closed or (deadline is not None and now >= deadline):
+                    return None
+                waits = [t for t in (deadline, self._gaps[0][0] if self._gaps and device == 0 else None) if t is not None]
+                self._work_ready[device].wait(max(0.0, min(waits) - now) if waits else None)
+
+    def next_io(self) -> Item | None:
+        """The next save or load; waits. None when closed and drained."""
+        with self._lock:
+            while True:
+                while self._io:
+                    if self._start(item := self._io.popleft()):
+                        return item
+                if self._closed:
+                    return None
+                self._io_ready.wait()
+
+    def _take(self, device: int) -> Work | None:
+        operations = self._operations[device]
+        if operations:
+            ready = [item for item in operations if self._start(item)]
+            operations.clear()
+            if ready:
+                return Work(operations=ready)
+        blocks = self._rings.take(device, self.config.token_budget, self._may_run, self._hand_out)
+        return Work(blocks=blocks) if blocks else None
+
+    def _start(self, operation: Item) -> bool:
+        """False when the operation was cancelled since it became ready (``_cancelled`` then moves its queue on)."""
+        operation.started = operation.future.set_running_or_notify_cancel()
+        return operation.started
+
+    def _may_run(self, queue: AdapterQueue, device: int) -> bool:
+        return queue.block_available() and (device == queue.home or len(queue.ready[0].blocks) > 1)
+
+    def _hand_out(self, queue: AdapterQueue) -> Block | None:
+        item = queue.ready[0]
+        if not item.started:
+            if not item.future.set_running_or_notify_cancel():
+                return None
+            item.started = True
+            queue.started.append(item)
+        block = Block(item, item.next_block)
+        item.next_block += 1
+        item.blocks_running += 1
+        queue.running_blocks += 1
+        if item.next_block == len(item.blocks):
+            queue.ready.popleft()
+            self._advance(queue)
+        return block
+
+    # --- completion -----------------------------------------------------------------------------------------------
+
+    def completed(self, block: Block) -> list[Item]:
+        """A block is computed (or failed). Returns the items of its adapter that are now whole, in seq_id order, to be committed in it.
+
+        Call it and commit under one lock per adapter, then call ``block_done``.
+        """
+        with self._lock:
+            block.item.blocks_left -= 1
+            block.item.blocks_running -= 1
+            queue = self._queues.get(block.item.model_id)
+            whole: list[Item] = []
+            while queue is not None and queue.started:
+                first = queue.started[0]
+                if first.failed:
+                    if first.blocks_running:
+                        break
+                elif first.blocks_left:
+                    break
+                else:
+                    whole.append(first)
+                queue.started.popleft()
+            return whole
+
+    def block_done(self, block: Block) -> None:
+        """Nothing more will touch the adapter for this block: what waits behind it may run."""
+        with self._lock:
+            item = block.item
+            queue = self._queues.get(item.model_id)
+            if queue is None:
+                return
+            queue.running_blocks -= 1
+            if item.blocks_left == 0:
+                self._release(item, self._clients[queue.client])
+                queue.forget_answered()
+            self._advance(queue)
+
+    def operation_done(self, item: Item) -> None:
+        """An operation is over: its adapter is free again."""
+        with self._lock:
+            queue = self._queues.get(item.model_id)
+            if queue is None:
+                return
+            self._release(item, self._clients[queue.client])
+            if queue.operation is item:
+                queue.operation = None
+            queue.forget_answered()
+            self._advance(queue)
+
+    def fail(self, item: Item, error: BaseException) -> None:
+        """Fail a train item: its blocks not yet handed out never run. Each block handed out still needs ``completed`` and ``block_done``."""
+        with self._lock:
+            if item.failed:
+                return
+            item.failed = True
+            queue = self._queues.get(item.model_id)
+            if queue is not None:
+                self._release(item, self._clients[queue.client])
+                self._advance(queue)
+        item.future.fail(error)
+
+    def release_adapter(self, item: Item) -> None:
+        """An operation no longer needs its adapter although its future is not settled yet (a save that has its copy)."""
+        with self._lock:
+            queue = self._queues.get(item.model_id)
+            if queue is not None and queue.operation is item:
+                queue.operation = None
+                self._advance(queue)
+
+    # --- inside (lock held) ---------------------------------------------------------------------------------------
+
+    def _release(self, item: Item, client: Client) -> None:
+        if not item.counted:
+            return
+        item.counted = False
+        client.nbytes -= item.nbytes
+        client.requests -= 1
+        self._nbytes -= item.nbytes
+        self._requests -= 1
+
+    def _advance(self, queue: AdapterQueue) -> None:
+        if queue.operation_available():
+            item = queue.ready.popleft()
+            queue.operation = item
+            if item.kind is Kind.IO:
+                self._io.append(item)
+                self._io_ready.notify()
+            else:
+                self._operations[queue.home].append(item)
+                self._work_ready[queue.home].notify()
+        elif queue.block_available():
+            devices = self._all_devices if len(queue.ready[0].blocks) > 1 else (queue.home,)
+            self._rings.list_work(self._clients[queue.client], queue, devices)
+            for device in devices:
+                self._work_ready[device].notify()
+
+    def _expire_gaps(self, now: float) -> None:
+        while self._gaps and self._gaps[0][0] <= now:
+            deadline, queue = self._gaps.popleft()
+            if queue.gap_deadline == deadline and not queue.closed:
+                for item in queue.give_up_gap():
+                    self._release(item, self._clients[queue.client])
+                self._advance(queue)
+
+    # --- end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Fail everything that has not started and wake every waiter; started work may finish."""
+        with self._lock:
+            self._closed = True
+            waiting = (*self._io, *(item for operations in self._operations for item in operations))
+            doomed = [item for queue in self._queues.values() for item in (*queue.ready, *queue.held.values()) if not item.started]
+            doomed.extend(waiting)
+            self._io.clear()
+            for operations in self._operations:
+                operations.clear()
+            for item in doomed:
+                item.failed = True
+            for condition in (*self._work_ready, self._io_ready):
+                condition.notify_all()
+        for item in doomed:
+            item.future.fail(EngineClosed("the engine was closed before this request ran"))
+
+    def stats(self) -> dict[str, object]:
+        """Queue depths and bytes, by client."""
+        now = time.monotonic()
+        with self._lock:
+            return {
+                "queued_requests": self._requests,
+                "queued_bytes": self._nbytes,
+                "adapters": len(self._queues),
+                "clients": {
+                    client.name: {"requests": client.requests, "bytes": client.nbytes, "adapters": client.adapters} for client in self._clients.values()
+                },
+                "oldest_wait_s": max((now - q.ready[0].queued_at for q in self._queues.values() if q.ready), default=0.0),
+            }
