@@ -142,6 +142,7 @@ class Scheduler:
 
     def _cancelled(self, item: Item) -> None:
         with self._lock:
+            item.failed = True
             queue = self._queues.get(item.model_id)
             if queue is not None:
                 self._release(item, self._clients[queue.client])
@@ -217,6 +218,7 @@ class Scheduler:
         item = queue.ready[0]
         if not item.started:
             if not item.future.set_running_or_notify_cancel():
+                item.failed = True  # its callback waits for this lock
                 return None
             item.started = True
             queue.started.append(item)

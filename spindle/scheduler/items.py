@@ -46,9 +46,9 @@ class Item:
     def cut(self, lengths: np.ndarray, budget_tokens: int) -> None:
         """Cut a TRAIN item into blocks. lengths: [D] int64 tokens per datum."""
         self.blocks = make_blocks(lengths, budget_tokens)
-        self.block_tokens = [int(lengths[block].sum()) for block in self.blocks]
-        self.blocks_left = len(self.blocks)
         self.tokens = int(lengths.sum())
+        self.block_tokens = [self.tokens] if len(self.blocks) == 1 else [int(lengths[block].sum()) for block in self.blocks]
+        self.blocks_left = len(self.blocks)
 
     def drop_payload(self) -> None:
         """Free what only running needed; the item itself may stay to answer repeats."""

@@ -16,6 +16,8 @@ def make_blocks(lengths: np.ndarray, budget_tokens: int) -> list[np.ndarray]:
     its neighbours: a block is computed, and its gradient summed, as one piece wherever it is placed, so its bits stay its own.
     """
     lengths = np.ascontiguousarray(lengths, dtype=np.int64)
+    if len(lengths) == 1 or lengths.sum() <= budget_tokens:
+        return [np.arange(len(lengths))]
     bin_of, bins = first_fit_decreasing(lengths, budget_tokens)
     order = np.argsort(bin_of, kind="stable")
     return np.split(order, np.searchsorted(bin_of[order], np.arange(1, bins)))

@@ -103,22 +103,17 @@ class AdapterQueue:
         """The next item to hand out, dropping those cancelled or failed meanwhile."""
         while self.ready:
             item = self.ready[0]
-            if item.failed or item.future.cancelled():
-                self.ready.popleft()
-                continue
-            return item
+            if not item.failed:
+                return item
+            self.ready.popleft()
         return None
 
     def block_available(self) -> bool:
         """Whether a block of the head item may be handed out now."""
-        if self.operation is not None or self.closed:
-            return False
-        item = self.head()
-        return item is not None and item.kind is Kind.TRAIN
+        return self.operation is None and not self.closed and (item := self.head()) is not None and item.kind is Kind.TRAIN
 
     def operation_available(self) -> bool:
         """Whether the head is an operation and everything before it is complete."""
         if self.operation is not None or self.running_blocks or self.closed:
             return False
-        item = self.head()
-        return item is not None and item.kind in (Kind.DEVICE, Kind.IO)
+        return (item := self.head()) is not None and item.kind is not Kind.TRAIN
