@@ -1,0 +1,473 @@
+"""Continuous batching: one forward pass per step for the next token of every running sample and for runs of new prompts beside them.
+
+The sampler has no thread: ``submit`` may be called from anywhere, ``step`` from one thread. Samples of many adapters and of the base model
+share a pass. What a sample gets never depends on the others: noise is a function of its own seed and position.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from spindle.compute.attention import Packing
+from spindle.errors import EngineClosed, ServerError, SpindleError
+from spindle.sampling.choose import choose
+from spindle.sampling.kv import Bank, DecodeRows, PromptKV, StepCache, capacity_for
+from spindle.sampling.noise import uniform
+from spindle.sampling.prefix import BLOCK, PrefixStore, common_prefix
+from spindle.sampling.prompt_scores import PromptScores
+from spindle.sampling.record import SampleRecords
+from spindle.sampling.request import Checked, SampleRequest, validate
+from spindle.sampling.slots import Slots
+from spindle.sampling.stops import StopMatcher, Tokenizer
+from spindle.types import SampledSequence, SampleOutput
+
+_SAMPLES_PER_JOB = 64
+_MIN_KEPT_COMPLETION = 16  # sampled tokens from which a finished sample is worth keeping as a prefix
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request from submit to answer."""
+
+    checked: Checked
+    future: Future
+    scores: PromptScores | None
+    results: list[SampledSequence | None]
+    remaining: int
+    hit_tokens: int = 0
+
+    @property
+    def snapshot(self) -> Any:
+        return self.checked.request.snapshot
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """Tokens to prefill, then samples to start: fresh ones by number, or ``slots`` that were preempted."""
+
+    live: _Live
+    tokens: np.ndarray  # [n] int64
+    samples: np.ndarray
+    slots: np.ndarray | None = None
+    scores: PromptScores | None = None
+    kv: PromptKV | None = None
+
+
+@dataclass(slots=True)
+class _Batch:
+    """One forward pass. groups: (first row, last + 1, weights). decode: slots of the single rows, at rows ``decode_rows``."""
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    groups: list[tuple[int, int, Any]] = field(default_factory=list)
+    decode: list[np.ndarray] = field(default_factory=list)
+    decode_rows: list[np.ndarray] = field(default_factory=list)
+    jobs: list[tuple[_Job, int, int]] = field(default_factory=list)  # job, its rows
+
+
+class Sampler:
+    """model: compute.model.BaseModel. tokenizer: only for stop strings.
+
+    prefill_tokens: new prompt tokens per step. max_running: samples decoded at once. kv_bytes: bound of keys and values of what runs (one
+    request runs whatever its size). prefix_bytes: of prompts kept for reuse, 0 = none. records: where sampled logprobs are kept on request.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        prefill_tokens: int = 2048,
+        max_running: int = 256,
+        kv_bytes: int = 4 << 30,
+        prefix_bytes: int = 1 << 30,
+        records: SampleRecords | None = None,
+        logits_floats: int = 1 << 25,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.records = SampleRecords() if records is None else records
+        self._prefill_tokens, self._max_running, self._kv_bytes = prefill_tokens, max_running, kv_bytes
+        self._head_rows = max(1, logits_floats // model.vocab_size)  # rows of logits that exist at once
+        self._prefixes = PrefixStore(prefix_bytes)
+        self._inbox: deque[_Live] = deque()
+        self._waiting: deque[_Job] = deque()
+        self._prefilling: list[_Job] = []
+        self._live: dict[int, _Live] = {}
+        self._slots = Slots()
+        self._banks: dict[int, Bank] = {}
+        self._order: list[tuple[Any, np.ndarray]] | None = None  # (snapshot, its running slots); None = stale
+        self._closed = False
+        self._counts = dict.fromkeys(("steps", "sampled_tokens", "prefilled_tokens", "prefix_hit_tokens", "prompt_tokens", "preempted"), 0)
+
+    # From any thread.
+
+    def submit(self, request: SampleRequest, future: Future | None = None) -> Future:
+        """Queue a request. The future (``future`` if given) gets a SampleOutput. Raises UserError at once for what can never run.
+
+        Cancelling the future stops the request at the next step.
+        """
+        if self._closed:
+            raise EngineClosed("the sampler is closed")
+        checked = validate(request, self.model, self.tokenizer is not None)
+        scores = PromptScores(checked) if checked.first_scored < len(checked.prompt) or request.target_prompt_logprobs is not None else None
+        live = _Live(checked, Future() if future is None else future, scores, [None] * request.num_samples, request.num_samples)
+        self._inbox.append(live)
+        return live.future
+
+    def has_work(self) -> bool:
+        return bool(self._inbox or self._live)
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, and what is held now."""
+        return self._counts | {
+            "waiting": len(self._inbox) + len(self._waiting),
+            "running": len(self._slots),
+            "kv_bytes": self._kv_nbytes(),
+            "prefix_bytes": self._prefixes.nbytes,
+            "recorded_bytes": self.records.nbytes,
+        }
+
+    # From the thread that steps.
+
+    @torch.no_grad()
+    def step(self) -> int:
+        """One forward pass; returns how many rows it had, 0 when there was nothing to do. A failure fails the requests it held."""
+        self._receive()
+        self._admit()
+        try:
+            self._make_room()
+            return self._run(self._batch())
+        except Exception as error:  # whatever it was, those who wait must hear of it
+            if not isinstance(error, SpindleError):
+                error = ServerError(f"sampling failed: {type(error).__name__}: {error}")
+            self._fail_started(error)
+            return 0
+
+    def forget(self, snapshot: Any) -> None:
+        """Drop kept prompts of a snapshot that will not be asked for again."""
+        self._prefixes.forget(snapshot)
+
+    def close(self) -> None:
+        """Fail everything queued and running."""
+        self._closed = True
+        self._receive()
+        error = EngineClosed("the engine was closed before the sample was finished")
+        self._fail_started(error)
+        for live in self._live.values():
+            _settle(live.future.set_exception, error)
+        self._live.clear()
+        self._waiting.clear()
+        self._prefixes.shrink(0)
+
+    def _fail_started(self, error: SpindleError) -> None:
+        started = {id(owner): owner for owner in self._slots.owner if owner is not None}
+        started |= {id(job.live): job.live for job in self._prefilling}
+        self._waiting = deque(job for job in self._waiting if id(job.live) not in started)
+        self._prefilling.clear()
+        self._slots, self._banks, self._order = Slots(), {}, None
+        for key, live in started.items():
+            if self._live.pop(key, None) is not None:
+                _settle(live.future.set_exception, error)
+
+    # Queue.
+
+    def _receive(self) -> None:
+        while self._inbox:
+            live = self._inbox.popleft()
+            self._live[id(live)] = live
+            samples = np.arange(live.remaining)
+            for first in range(0, live.remaining, _SAMPLES_PER_JOB):
+                scores = live.scores if first == 0 else None
+                self._waiting.append(_Job(live, live.checked.prompt, samples[first : first + _SAMPLES_PER_JOB], None, scores))
+        cancelled = {key for key, live in self._live.items() if live.future.cancelled()}
+        if cancelled:
+            self._waiting = deque(job for job in self._waiting if id(job.live) not in cancelled)
+            self._prefilling = [job for job in self._prefilling if id(job.live) not in cancelled]
+            for slot, owner in enumerate(self._slots.owner):
+                if owner is not None and id(owner) in cancelled:
+                    self._release(slot)
+            for key in cancelled:
+                del self._live[key]
+
+    def _admit(self) -> None:
+        budget = self._prefill_tokens - sum(len(job.tokens) - job.kv.filled for job in self._prefilling)
+        later: list[_Job] = []
+        while self._waiting and budget > 0:
+            job = self._waiting.popleft()
+            busy = np.count_nonzero(self._slots.capacity) + sum(len(other.samples) for other in self._prefilling)
+            if busy and (busy + len(job.samples) > self._max_running or self._kv_nbytes() + self._cost(job) > self._kv_bytes):
+                later.append(job)
+                break
+            limit = len(job.tokens) - 1
+            if job.scores is not None:
+                limit = min(limit, job.live.checked.first_scored)
+            kv, shared = self._prefixes.find(job.live.snapshot, job.tokens, limit)
+            if self._will_share(job, limit, shared + BLOCK):
+                later.append(job)  # another prompt with the same beginning is on its way: take that over instead
+                continue
+            job.kv = PromptKV(len(job.tokens), kv, shared)
+            if job.slots is None and 0 in job.samples:
+                job.live.hit_tokens = shared
+                self._counts["prefix_hit_tokens"] += shared
+                self._counts["prompt_tokens"] += len(job.tokens)
+            budget -= len(job.tokens) - shared
+            self._prefilling.append(job)
+        self._waiting.extendleft(reversed(later))
+
+    def _will_share(self, job: _Job, limit: int, least: int) -> bool:
+        if limit < least:
+            return False
+        others = (other for other in self._prefilling if other.live.snapshot is job.live.snapshot)
+        return any(min(common_prefix(other.tokens, job.tokens), limit) >= least for other in others)
+
+    def _cost(self, job: _Job) -> int:
+        """Bytes of keys and values until its samples run."""
+        c = self.model.config
+        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        per_token = 2 * c.num_hidden_layers * heads * width * self.model.dtype.itemsize
+        return per_token * (len(job.tokens) + len(job.samples) * capacity_for(len(job.tokens) + 1))
+
+    def _kv_nbytes(self) -> int:
+        return sum(bank.nbytes for bank in list(self._banks.values())) + sum(job.kv.nbytes for job in list(self._prefilling))
+
+    def _make_room(self) -> None:
+        """Move samples that outgrew their bank; past the bound, put the youngest back in the queue (they go on where they were)."""
+        slots = self._slots
+        running = np.flatnonzero(slots.capacity)
+        for slot in running[slots.position[running] >= slots.capacity[running]]:
+            old, position = self._banks[slots.capacity[slot]], int(slots.position[slot])
+            self._leave_bank(slot, lambda keys, values, slot=slot, n=position: self._enter_bank(np.array([slot]), keys, values, n))
+            if old.count == 0:
+                del self._banks[old.capacity]
+        while self._kv_nbytes() > self._kv_bytes and len(running := np.flatnonzero(slots.capacity)) > 1:
+            slot = running[np.argmax(slots.age[running])]
+            self._leave_bank(slot)
+            live, n = slots.owner[slot], slots.count[slot]
+            tokens = np.concatenate([live.checked.prompt, slots.tokens[slot, :n].astype(np.int64)])
+            slots.position[slot] = len(tokens) - 1
+            self._waiting.appendleft(_Job(live, tokens, slots.sample[slot : slot + 1], np.array([slot])))
+            self._counts["preempted"] += 1
+
+    # Banks.
+
+    def _enter_bank(self, slots: np.ndarray, keys: list[torch.Tensor], values: list[torch.Tensor], tokens: int) -> None:
+        capacity = capacity_for(tokens + 1)
+        bank = self._banks.setdefault(capacity, Bank(capacity))
+        self._slots.row[slots] = bank.add(slots, keys, values, tokens)
+        self._slots.capacity[slots] = capacity
+        self._order = None
+
+    def _leave_bank(self, slot: int, keep: Callable[[list[torch.Tensor], list[torch.Tensor]], None] | None = None) -> None:
+        """keep: gets the row's keys and values, as views, before they go."""
+        slots = self._slots
+        bank, row = self._banks[slots.capacity[slot]], int(slots.row[slot])
+        slots.capacity[slot] = 0
+        if keep is not None:
+            keep(*bank.row(row))
+        moved = bank.remove(row)
+        if moved >= 0:
+            slots.row[moved] = row
+        self._order = None
+
+    def _release(self, slot: int) -> None:
+        if self._slots.capacity[slot]:
+            self._leave_bank(slot)
+        self._slots.give(slot)
+
+    # One pass.
+
+    def _running(self) -> list[tuple[Any, np.ndarray]]:
+        if self._order is None:
+            groups: dict[int, tuple[Any, list[int]]] = {}
+            for slot in np.flatnonzero(self._slots.capacity):
+                snapshot = self._slots.owner[slot].snapshot
+                groups.setdefault(id(snapshot), (snapshot, []))[1].append(slot)
+            self._order = [(snapshot, np.array(members, np.int64)) for snapshot, members in groups.values()]
+        return self._order
+
+    def _batch(self) -> _Batch:
+        slots, budget = self._slots, self._prefill_tokens
+        jobs: dict[int, list[tuple[_Job, int]]] = {}
+        for job in self._prefilling:
+            take = min(budget, len(job.tokens) - job.kv.filled)
+            if take:
+                jobs.setdefault(id(job.live.snapshot), []).append((job, take))
+                budget -= take
+        parts = [(snapshot, members, jobs.pop(id(snapshot), [])) for snapshot, members in self._running()]
+        parts += [(some[0][0].live.snapshot, np.zeros(0, np.int64), some) for some in jobs.values()]
+        batch, row = _Batch(), 0
+        for snapshot, members, runs in parts:
+            start = row
+            if len(members):
+                batch.tokens.append(slots.token[members])
+                batch.positions.append(slots.position[members])
+                batch.lengths += [1] * len(members)
+                batch.decode.append(members)
+                batch.decode_rows.append(np.arange(row, row + len(members)))
+                row += len(members)
+            for job, take in runs:
+                filled = job.kv.filled
+                batch.tokens.append(job.tokens[filled : filled + take])
+                batch.positions.append(np.arange(filled, filled + take))
+                batch.lengths.append(take)
+                batch.jobs.append((job, row, row + take))
+                row += take
+            batch.groups.append((start, row, snapshot))
+        return batch
+
+    def _run(self, batch: _Batch) -> int:
+        if not batch.lengths:
+            return 0
+        device, slots = self.model.device, self._slots
+        total = sum(batch.lengths)
+        decode = np.concatenate(batch.decode) if batch.decode else np.zeros(0, np.int64)
+        decode_rows = np.concatenate(batch.decode_rows) if batch.decode else np.zeros(0, np.int64)
+        row_of = np.zeros(len(slots.owner), np.int64)
+        row_of[decode] = decode_rows
+        banks = [
+            DecodeRows.of(bank, row_of[at := bank.slots[: bank.count]], slots.position[at], total, device)
+            for bank in self._banks.values()
+            if bank.count
+        ]
+        tokens = torch.from_numpy(np.concatenate(batch.tokens)).to(device)
+        positions = torch.from_numpy(np.concatenate(batch.positions)).to(device)
+        cache = StepCache(banks, [(job.kv, start, stop) for job, start, stop in batch.jobs])
+        hidden = self.model.hidden(tokens, positions, Packing(batch.lengths, cache), batch.groups)
+        self._counts["steps"] += 1
+        self._counts["prefilled_tokens"] += total - len(decode)
+
+        started: list[tuple[_Job, np.ndarray]] = []
+        pick_slots, pick_rows = [decode], [decode_rows]
+        for job, start, stop in batch.jobs:
+            if job.scores is not None:
+                self._score(job, start, stop, hidden, batch.groups)
+            job.kv.filled += stop - start
+            if job.kv.filled == len(job.tokens):
+                new = self._start(job)
+                started.append((job, new))
+                pick_slots.append(new)
+                pick_rows.append(np.full(len(new), stop - 1))
+        slots_of, rows_of = np.concatenate(pick_slots), np.concatenate(pick_rows)
+        order = np.argsort(rows_of, kind="stable")
+        alive = self._pick(slots_of[order], rows_of[order], hidden, batch.groups)
+        for job, new in started:
+            new = new[alive[new]]
+            if len(new):
+                self._enter_bank(new, job.kv.keys, job.kv.values, len(job.tokens))
+            self._prefixes.put(job.live.snapshot, job.tokens, job.kv)
+        return total
+
+    def _start(self, job: _Job) -> np.ndarray:
+        """The slots of a job whose prompt is whole."""
+        self._prefilling.remove(job)
+        if job.slots is not None:
+            return job.slots
+        checked = job.live.checked
+        if checked.max_tokens == 0:
+            k = checked.request.topk_sample_logprobs
+            rows = (np.zeros((0, k), np.int32), np.zeros((0, k), np.float32)) if k else (None, None)
+            for sample in job.samples:
+                self._answer(job.live, int(sample), SampledSequence("length", np.zeros(0, np.int32), np.zeros(0, np.float32), *rows))
+            return np.zeros(0, np.int64)
+        slots = self._slots.take(job.live, checked, job.samples)
+        if checked.stop_strings:
+            for slot in slots:
+                self._slots.matcher[slot] = StopMatcher(self.tokenizer, checked.stop_strings, checked.prompt)
+        return slots
+
+    def _logits(self, rows: np.ndarray, hidden: torch.Tensor, groups: list[tuple[int, int, Any]]) -> torch.Tensor:
+        """rows: ascending -> [rows, V] float32."""
+        borders = [np.searchsorted(rows, (start, stop)) for start, stop, _ in groups]
+        mine = [(int(a), int(b), weights) for (a, b), (_, _, weights) in zip(borders, groups, strict=True) if b > a]
+        if len(rows) != len(hidden):
+            hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
+        return self.model.logits(hidden, mine)
+
+    def _score(self, job: _Job, start: int, stop: int, hidden: torch.Tensor, groups: list[tuple[int, int, Any]]) -> None:
+        filled = job.kv.filled
+        rows = job.scores.rows(filled, filled + stop - start)
+        for first in range(0, len(rows), self._head_rows):
+            some = rows[first : first + self._head_rows]
+            job.scores.add(some, self._logits(some - filled + start, hidden, groups))
+
+    def _pick(self, slots_of: np.ndarray, rows_of: np.ndarray, hidden: torch.Tensor, groups: list[tuple[int, int, Any]]) -> np.ndarray:
+        """Choose the next token of every slot, from rows of the pass in ascending order. Returns [slots] bool: goes on."""
+        slots, alive = self._slots, np.zeros(len(self._slots.owner), bool)
+        for first in range(0, len(slots_of), self._head_rows):
+            s, rows = slots_of[first : first + self._head_rows], rows_of[first : first + self._head_rows]
+            alone, repeat = np.unique(rows, return_inverse=True)
+            logits = self._logits(alone, hidden, groups)
+            device = logits.device
+            if len(alone) != len(rows):
+                logits = logits[torch.from_numpy(repeat).to(device)]
+            noise = uniform(slots.seed[s], slots.sample[s], slots.count[s])
+            settings = (torch.from_numpy(x).to(device) for x in (slots.temperature[s], slots.top_k[s], slots.top_p[s], noise))
+            tokens, logprobs, rest = choose(logits, *settings)
+            if (asked := np.flatnonzero(slots.topk[s])).size:
+                values, ids = rest[torch.from_numpy(asked).to(device)].topk(int(slots.topk[s].max()), -1)
+                values, ids = values.cpu().numpy(), ids.to(torch.int32).cpu().numpy()
+                for line, slot in enumerate(s[asked]):
+                    slots.topk_rows[slot].append((ids[line, : slots.topk[slot]], values[line, : slots.topk[slot]]))
+            self._take(s, tokens.cpu().numpy(), logprobs.cpu().numpy(), alive)
+        self._counts["sampled_tokens"] += len(slots_of)
+        return alive
+
+    def _take(self, s: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, alive: np.ndarray) -> None:
+        slots = self._slots
+        stopped = slots.push(s, tokens, logprobs)
+        for i in np.flatnonzero(~slots.plain[s] & ~stopped):
+            matcher = slots.matcher[s[i]]
+            stopped[i] = matcher is not None and matcher.push(int(tokens[i]))
+        done = stopped | (slots.count[s] >= slots.limit[s])
+        alive[s] = ~done
+        for i in np.flatnonzero(done):
+            self._finish(int(s[i]), "stop" if stopped[i] else "length")
+
+    # Answers.
+
+    def _finish(self, slot: int, reason: str) -> None:
+        slots = self._slots
+        live, n, sample = slots.owner[slot], int(slots.count[slot]), int(slots.sample[slot])
+        tokens, logprobs = slots.tokens[slot, :n].copy(), slots.logprobs[slot, :n].copy()
+        topk = [np.stack(rows) for rows in zip(*slots.topk_rows[slot], strict=True)] or [None, None]
+        if slots.capacity[slot] and n > _MIN_KEPT_COMPLETION:
+            fed = np.concatenate([live.checked.prompt, tokens[:-1].astype(np.int64)])
+            self._leave_bank(slot, lambda keys, values: self._keep(live.snapshot, fed, keys, values))
+        self._release(slot)
+        request = live.checked.request
+        if request.record_stability_info and request.sequence_ids is not None:
+            self.records.add(request.sequence_ids[sample], tokens, logprobs, request.session)
+        self._answer(live, sample, SampledSequence(reason, tokens, logprobs, *topk))
+
+    def _keep(self, snapshot: Any, tokens: np.ndarray, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Keep a finished sample as a prefix: the next turn of a conversation begins with it."""
+        kv = PromptKV(len(tokens))
+        kv.keys, kv.values = ([t[:, : len(tokens)].clone() for t in some] for some in (keys, values))
+        kv.filled = len(tokens)
+        self._prefixes.put(snapshot, tokens, kv)
+
+    def _answer(self, live: _Live, sample: int, sequence: SampledSequence) -> None:
+        live.results[sample] = sequence
+        live.remaining -= 1
+        if live.remaining:
+            return
+        del self._live[id(live)]
+        scores = {} if live.scores is None else live.scores.fields()
+        _settle(live.future.set_result, SampleOutput(live.results, prompt_cache_hit_tokens=live.hit_tokens, **scores))
+
+
+def _settle(setter: Callable[[Any], None], value: Any) -> None:
+    try:
+        setter(value)
+    except InvalidStateError:  # cancelled meanwhile
+        pass
