@@ -81,6 +81,7 @@ class DeviceLoop:
             except queue.Empty:
                 job = None
             if job is _STOP:
+                sampler.close()
                 return
             started = time.perf_counter()
             if job is not None and job is not _WAKE:
@@ -102,11 +103,7 @@ class DeviceLoop:
         budget_s = trained_s * self.sampling_share / max(1e-6, 1.0 - self.sampling_share)
         started = time.perf_counter()
         while True:
-            try:
-                self.sampler.step()
-            except Exception as error:
-                logger.exception("a sampling step failed")
-                self.sampler.fail_all(error)
+            self.sampler.step()
             spent = time.perf_counter() - started
             if spent >= budget_s or not self.sampler.has_work():
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ import torch
 
 from spindle import codec, losses
 from spindle.compute.adapter import Adapter
-from spindle.compute.model import BaseModel
+from spindle.compute.model import BaseModel, load_tokenizer
 from spindle.compute.worker import DeviceWorker
 from spindle.device_loop import DeviceLoop
 from spindle.errors import EngineClosed, InvalidRequest, NotFound, SpindleError, UserError
@@ -26,12 +27,14 @@ from spindle.future import Future, failed
 from spindle.handle import AdapterHandle
 from spindle.io_loop import IoLoop
 from spindle.operations import LoadState, Operation, OptimStep, SaveState
-from spindle.sampling import Sampler, SampleRequest
+from spindle.sampling import SampleRecords, SampleRequest, Sampler
 from spindle.scheduler import Item, Kind, Scheduler, SchedulerConfig
 from spindle.store import checkpoint
 from spindle.types import DimuonParams, LoraConfig, SampleOutput, SamplingParams
 
 __all__ = ["Engine"]
+
+logger = logging.getLogger("spindle")
 
 OPTIMIZERS = ("adamw", "dimuon")
 
@@ -54,6 +57,17 @@ def resolve_devices(devices: str | Sequence[str]) -> list[torch.device]:
             raise UserError(f"devices: {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices")
         resolved.append(device)
     return resolved
+
+
+def _tokenizer_of(source: Any) -> Any | None:
+    """The tokenizer beside a model given by path or name; None when there is none (then there are no stop strings and no text prompts)."""
+    if not isinstance(source, str | Path):
+        return None
+    try:
+        return load_tokenizer(source)
+    except (OSError, ValueError) as error:
+        logger.warning("no tokenizer for %s (%s): stop strings and text prompts are off", source, str(error).splitlines()[0])
+        return None
 
 
 class Engine:
@@ -94,7 +108,8 @@ class Engine:
         self.limits.max_sequence_length = min(self.limits.max_sequence_length, self.model.max_context)
         self.config = scheduler or SchedulerConfig()
         self.scheduler = Scheduler(self.config, devices=len(places))
-        self.tokenizer = self.model.tokenizer
+        self.tokenizer = _tokenizer_of(model)
+        self.records = SampleRecords()
         self._residents: dict[str, Resident] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -105,7 +120,7 @@ class Engine:
         for index, place in enumerate(places):
             replica = self.model if index == 0 else self.model.replica(place)
             executor = Executor(DeviceWorker(replica), self.scheduler, pinned=place.type == "cuda")
-            sampler = Sampler(replica, self.tokenizer, **(sampler_options or {}))
+            sampler = Sampler(replica, self.tokenizer, records=self.records, **(sampler_options or {}))
             self._loops.append(DeviceLoop(index, executor, self.scheduler, sampler, threads, sampling_share))
         self._io = IoLoop(self.scheduler, self.model_name)
         for loop in self._loops:
@@ -251,8 +266,9 @@ class Engine:
                 raise UserError("prompt: got text, but this model has no tokenizer; pass token ids")
             prompt = self.tokenizer.encode(prompt)
         request = SampleRequest(prompt=np.asarray(prompt), params=params or SamplingParams(), num_samples=num_samples, snapshot=snapshot, **options)
-        loop = min(self._loops, key=lambda one: one.sampler.load()) if len(self._loops) > 1 else self._loops[0]
-        future = loop.sampler.submit(request)
+        loops = self._loops if snapshot is None else [one for one in self._loops if one.executor.worker.device == snapshot.params.device]
+        loop = min(loops, key=lambda one: one.sampler.load())
+        future = loop.sampler.submit(request, Future())
         loop.wake()
         return future
 
@@ -288,10 +304,6 @@ class Engine:
                 return
             self._closed = True
         self.scheduler.close()
-        error = EngineClosed("the engine was closed before this request ran")
-        for loop in self._loops:
-            loop.sampler.fail_all(error)
-            loop.wake()
         deadline = time.monotonic() + timeout_s
         for part in (*self._loops, self._io):
             part.join(max(0.0, deadline - time.monotonic()))

@@ -126,6 +126,10 @@ class Sampler:
     def has_work(self) -> bool:
         return bool(self._inbox or self._live)
 
+    def load(self) -> int:
+        """Requests waiting or running."""
+        return len(self._inbox) + len(self._live)
+
     def stats(self) -> dict[str, int]:
         """Counts since the start, and what is held now."""
         return self._counts | {
