@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from spindle.compute.layout import AdapterLayout
@@ -60,10 +61,10 @@ class Adapter:
         self.params.copy_(host)
         return self
 
-    def weights(self, dtype: torch.dtype = torch.float32) -> AdapterWeights:
-        """The current parameters for a forward pass: the live buffer in float32, else a copy in ``dtype``."""
-        if dtype != torch.float32:
-            return AdapterWeights(self.layout, self.params.to(dtype))
+    def weights(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> AdapterWeights:
+        """The current parameters for a forward pass: the live buffer when dtype and device are its own, else a copy."""
+        if dtype != torch.float32 or (device is not None and device != self.params.device):
+            return AdapterWeights(self.layout, self.params.to(device, dtype))
         if self._weights is None or self._weights.params is not self.params:
             self._weights = AdapterWeights(self.layout, self.params)
         return self._weights
@@ -71,3 +72,21 @@ class Adapter:
     def snapshot(self, dtype: torch.dtype = torch.float32) -> AdapterWeights:
         """A copy of the parameters that training will not touch."""
         return AdapterWeights(self.layout, self.params.to(dtype, copy=True))
+
+    def load(self, params: np.ndarray, optimizer: tuple[np.ndarray, np.ndarray, int] | None = None) -> None:
+        """Take over parameters [P], and moments and step where given (else the optimizer starts afresh). Drops an accumulated gradient."""
+        self.params.copy_(torch.from_numpy(params))
+        if optimizer is None:
+            self.exp_avg.zero_()
+            self.exp_avg_sq.zero_()
+            self.step = 0
+        else:
+            self.exp_avg.copy_(torch.from_numpy(optimizer[0]))
+            self.exp_avg_sq.copy_(torch.from_numpy(optimizer[1]))
+            self.step = optimizer[2]
+        self.grads = None
+
+    def drop_buffers(self) -> None:
+        """Let the memory go: whoever calls this has the buffers elsewhere and puts them back before anyone reads them."""
+        self.params = self.exp_avg = self.exp_avg_sq = torch.empty(0)
+        self.grads = self._weights = None

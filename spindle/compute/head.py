@@ -1,15 +1,42 @@
-"""The unembedding: logits for sampling, and logprobs with their gradient in row chunks, so that logits never exist whole."""
+"""The unembedding: logits for sampling, and logprobs with their gradient in row chunks, so that logits never exist whole.
+
+A loss says at once what the gradient of a chunk's logprobs is when it looks at each token alone; its backward then reuses the chunk's
+own softmax. Other losses see the whole segment first, and their weighted rows are computed again. Either way the backward visits only
+rows whose gradient is not zero.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from spindle.compute.lora import RowGroup, window
+from spindle.compute.adapter import AdapterWeights
+from spindle.compute.lora import MIN_ROWS, RowGroup, add_product, window
 
-__all__ = ["Head"]
+__all__ = ["Head", "HeadTask"]
+
+CHUNK_BYTES = 64 << 20  # float32 logits held at once
+
+
+@dataclass(slots=True)
+class HeadTask:
+    """One segment's part of the head.
+
+    rows, cells: its ranges in the micro-batch. grad: its (A, B) gradients for the unembedding, None when it adapts none.
+    gradient: None for a forward-only segment, else called with logprobs [m] and their range [lo, hi) among the segment's cells ->
+    dloss/dlogprob [m]. whole: call it once with all cells instead of chunk by chunk.
+    """
+
+    rows: slice
+    cells: slice
+    weights: AdapterWeights | None
+    grad: tuple[torch.Tensor, torch.Tensor] | None
+    gradient: Callable[[torch.Tensor, int, int], torch.Tensor] | None
+    whole: bool = False
 
 
 class Head:
@@ -18,13 +45,16 @@ class Head:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, path: str, scale: float = 1.0, softcap: float | None = None) -> None:
         self.weight, self.bias, self.path, self.scale, self.softcap = weight, bias, path, scale, softcap
 
+    def _matrices(self, weights: AdapterWeights | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if weights is None else weights.matrices.get(self.path)
+
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
         """hidden [n, H], groups over these rows -> float32 [n, V]."""
         out = F.linear(hidden, self.weight, self.bias)
         for g in groups:
-            pair = None if g.weights is None else g.weights.matrices.get(self.path)
-            if pair is not None:
+            pair = self._matrices(g.weights)
+            if pair is not None and g.stop > g.start:
                 low, high = window(g.start, g.stop, hidden.shape[0])
                 z = (hidden[low:high] @ pair[0].t())[g.start - low : g.stop - low]
                 out[g.start : g.stop].addmm_(z, pair[1].t(), alpha=g.weights.scale)
@@ -32,3 +62,100 @@ class Head:
         if self.scale != 1.0:
             out.mul_(self.scale)
         return out if self.softcap is None else out.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    @torch.no_grad()
+    def run(
+        self, hidden: torch.Tensor, tasks: Sequence[HeadTask], cell_rows: np.ndarray, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [T, H]; tasks in row order; cell_rows [C]: the row of every cell; targets [C] int64 on hidden's device.
+
+        Returns logprobs [C] float32 and dloss/dhidden [T, H]; adds to the tasks' unembedding gradients.
+        """
+        logprobs = torch.empty(len(cell_rows), device=hidden.device)
+        dhidden = torch.zeros_like(hidden)
+        row_of_cell = torch.from_numpy(cell_rows).to(hidden.device)
+        chunk_rows = max(MIN_ROWS, CHUNK_BYTES // (4 * self.weight.shape[0]))
+        for pieces in _chunks(tasks, chunk_rows):
+            start, stop = pieces[0][1], pieces[-1][2]
+            low, high = window(start, stop, hidden.shape[0])
+            groups = [RowGroup(a - low, b - low, task.weights) for task, a, b in pieces]
+            c0, c1 = np.searchsorted(cell_rows, (start, stop))
+            scores, slope = self._log_softmax(hidden[low:high], groups)
+            torch.take(scores, (row_of_cell[c0:c1] - low) * scores.shape[1] + targets[c0:c1], out=logprobs[c0:c1])
+            now = [(task, *np.searchsorted(cell_rows, (a, b))) for task, a, b in pieces if task.gradient and not task.whole]
+            if now:
+                g = torch.zeros(c1 - c0, device=hidden.device)
+                for task, a, b in now:
+                    g[a - c0 : b - c0] = task.gradient(logprobs[a:b], a - task.cells.start, b - task.cells.start)
+                self._backward(scores, slope, low, g, row_of_cell[c0:c1], targets[c0:c1], hidden, dhidden, pieces)
+        for task in tasks:
+            if task.gradient and task.whole:
+                g = task.gradient(logprobs[task.cells], 0, task.cells.stop - task.cells.start)
+                self._again(task, g, row_of_cell[task.cells], targets[task.cells], hidden, dhidden, chunk_rows)
+        return logprobs, dhidden
+
+    def _log_softmax(self, hidden: torch.Tensor, groups: Sequence[RowGroup]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-softmax [n, V], and with a softcap the slope of the cap [n, V]."""
+        scores = self.logits(hidden, groups)
+        slope = None if self.softcap is None else 1.0 - (scores / self.softcap).square_()
+        return torch.log_softmax(scores, -1, out=scores), slope
+
+    def _again(self, task: HeadTask, g, rows, targets, hidden, dhidden, chunk_rows: int) -> None:
+        """Backward of a task whose gradient was known only after all its logprobs: compute its weighted rows a second time."""
+        used = torch.unique_consecutive(rows[g != 0])
+        for part in used.split(chunk_rows):
+            h = hidden[F.pad(part, (0, max(0, MIN_ROWS - len(part))), value=int(part[0]))]
+            scores, slope = self._log_softmax(h, [RowGroup(0, len(part), task.weights)])
+            cells = (g != 0) & (rows >= part[0]) & (rows <= part[-1])
+            local = torch.searchsorted(part, rows[cells])
+            dpart = torch.zeros_like(h)
+            self._backward(scores, slope, 0, g[cells], local, targets[cells], h, dpart, [(task, 0, len(part))])
+            dhidden[part] = dpart[: len(part)]
+
+    def _backward(self, scores, slope, low: int, g, rows, targets, hidden, dhidden, pieces) -> None:
+        """scores: log-softmax of hidden's rows from ``low`` on, overwritten. g, rows, targets: per cell, in row order."""
+        weighted = g.nonzero()[:, 0]
+        if not len(weighted):
+            return
+        g, targets = g[weighted], targets[weighted]
+        used, index = torch.unique_consecutive(rows[weighted], return_inverse=True)
+        keep = used - low
+        every = len(used) == scores.shape[0]
+        d = scores if every else scores[keep]  # becomes dloss/dlogits
+        total = torch.zeros(len(used), device=g.device).index_add_(0, index, g)
+        d.exp_().mul_(-total[:, None]).view(-1).index_add_(0, index * d.shape[1] + targets, g)
+        if slope is not None:
+            d.mul_(slope if every else slope[keep])
+        if self.scale != 1.0:
+            d.mul_(self.scale)
+        d = d.to(self.weight.dtype)
+        padded = d if len(used) >= MIN_ROWS else F.pad(d, (0, 0, 0, MIN_ROWS - len(used)))
+        dh = (padded @ self.weight)[: len(used)]
+        host_rows = used.cpu().numpy()
+        for task, a, b in pieces:
+            pair = self._matrices(task.weights)
+            i, j = np.searchsorted(host_rows, (a, b))
+            if pair is None or i == j:
+                continue
+            h, part = hidden[used[i:j]], d[i:j]
+            dz = part @ pair[1]
+            dh[i:j].addmm_(dz, pair[0], alpha=task.weights.scale)
+            if task.grad is not None:
+                add_product(task.grad[0], dz.t(), h, task.weights.scale)
+                add_product(task.grad[1], part.t(), h @ pair[0].t(), task.weights.scale)
+        dhidden[used] = dh
+
+
+def _chunks(tasks: Sequence[HeadTask], chunk_rows: int) -> Iterator[list[tuple[HeadTask, int, int]]]:
+    """Runs of (task, first row, last row + 1). A task is cut at multiples of ``chunk_rows`` from its own first row, so that sums over
+    its pieces do not depend on its neighbours; whole pieces then share a chunk while they fit."""
+    chunk: list[tuple[HeadTask, int, int]] = []
+    for task in tasks:
+        for a in range(task.rows.start, task.rows.stop, chunk_rows):
+            b = min(a + chunk_rows, task.rows.stop)
+            if chunk and b - chunk[0][1] > chunk_rows:
+                yield chunk
+                chunk = []
+            chunk.append((task, a, b))
+    if chunk:
+        yield chunk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from spindle.compute.attention import ATTENTION, Packing
 from spindle.compute.head import Head
 from spindle.compute.layout import AdapterLayout, LoraTarget, build_layout
-from spindle.compute.lora import MIN_ROWS, LoraLinear, Route, Router, RowGroup
+from spindle.compute.lora import LoraLinear, Route, Router, RowGroup
 from spindle.errors import UserError
 from spindle.types import LoraConfig
 
@@ -98,6 +99,16 @@ class BaseModel:
             base.check()
         return base
 
+    def replica(self, device: torch.device | str) -> BaseModel:
+        """The same model for another worker: on ``device``, sharing this one's weights where that is the same device."""
+        device = torch.device(device)
+        shared = {id(p): p for p in (*self.model.parameters(), *self.model.buffers())} if device == self.device else {}
+        other = copy.deepcopy(self, shared)
+        if device != self.device:
+            other.model.to(device)
+            other.device = device
+        return other
+
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the LoRA matrices of such an adapter lie in its flat buffers."""
         return build_layout(lora, self.targets)
@@ -118,13 +129,9 @@ class BaseModel:
         groups: disjoint row ranges in order with the adapter of each (RowGroup or the tuple of its first three fields); rows that no
         group names run the bare model. When a group has ``grad``, the result carries a graph whose backward adds to it.
         """
-        rows = tokens.shape[0]
-        if rows < MIN_ROWS and packing.cache is None:  # a row keeps its bits only from MIN_ROWS rows up
-            tokens, positions = (nn.functional.pad(x, (0, MIN_ROWS - rows)) for x in (tokens, positions))
-            packing = Packing([*packing.lengths, MIN_ROWS - rows])
         with self._routed(Route(groups, self.device)):
             out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
-        return out.last_hidden_state[0, :rows]
+        return out.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor, groups: Sequence[RowGroup | tuple] = ()) -> torch.Tensor:
         """hidden [n, H], groups over those n rows -> float32 logits [n, V]. For sampling: no gradient."""

@@ -1,0 +1,108 @@
+"""One device: runs micro-batches and optimizer steps, one at a time, in the caller's thread."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from spindle import losses, optim
+from spindle.compute.adapter import Adapter, AdapterWeights, views
+from spindle.compute.attention import Packing
+from spindle.compute.batch import MicroBatch, Segment, SegmentResult
+from spindle.compute.head import HeadTask
+from spindle.compute.lora import MIN_ROWS, RowGroup
+from spindle.compute.model import BaseModel
+from spindle.types import AdamParams, DimuonParams
+
+__all__ = ["DeviceWorker"]
+
+
+class _Task:
+    """A segment on the device: its loss as the head asks for it, and what the loss came to."""
+
+    def __init__(self, segment: Segment, batch: MicroBatch, device: torch.device) -> None:
+        self.segment = segment
+        self.loss = losses.get(segment.loss_fn)
+        self.inputs = {name: x.to(device, non_blocking=True) for name, x in segment.inputs.items()}
+        widths = np.maximum(batch.widths[segment.seqs], 1) * batch.lengths[segment.seqs]
+        self.sequences = np.concatenate([[0], np.cumsum(widths)])  # [s + 1] cell offsets within the segment
+        self.value: torch.Tensor | float = 0.0
+
+    def evaluate(self, p: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+        """Loss per cell of the cells [lo, hi) of the segment, whose logprobs are p."""
+        inputs = {name: x[lo:hi] for name, x in self.inputs.items()}
+        cells = self.loss.fn(p, inputs, self.segment.config, self.sequences)
+        self.value = self.value + cells.detach().sum(dtype=torch.float64)
+        return cells
+
+    def gradient(self, p: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+        with torch.enable_grad():
+            leaf = p.detach().clone().requires_grad_()
+            total = self.evaluate(leaf, lo, hi).sum()
+            return torch.autograd.grad(total, leaf)[0] if total.requires_grad else torch.zeros_like(p)
+
+    def metrics(self, p: torch.Tensor) -> dict[str, float]:
+        if not self.segment.backward:
+            self.evaluate(p, 0, len(p))
+        more = self.loss.metrics(p, self.inputs, self.segment.config, self.sequences) if self.loss.metrics else {}
+        return {"loss:sum": float(self.value)} | more
+
+
+class DeviceWorker:
+    """model: this device's replica. Not for use by two threads at once, but sampling may use the model meanwhile."""
+
+    def __init__(self, model: BaseModel) -> None:
+        self.model = model
+        self.device = model.device
+
+    def run(self, batch: MicroBatch) -> list[SegmentResult]:
+        """One result per segment, in order. Adapters are only read; a failure leaves nothing behind."""
+        model, device = self.model, self.device
+        tokens, positions, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.positions, batch.targets))
+        lengths, short = list(batch.lengths), MIN_ROWS - len(tokens)
+        if short > 0:  # a row keeps its bits only from MIN_ROWS rows up: add a sequence that nobody asked for
+            tokens, positions = F.pad(tokens, (0, short)), F.pad(positions, (0, short))
+            lengths.append(short)
+        tasks = [_Task(s, batch, device) for s in batch.segments]
+        weights: dict[int, AdapterWeights] = {}
+        groups = []
+        for s in batch.segments:
+            if id(s.adapter) not in weights:
+                weights[id(s.adapter)] = s.adapter.weights(model.dtype, device)
+            grad = torch.zeros(s.adapter.layout.numel, device=device) if s.backward else None
+            groups.append(RowGroup(s.rows.start, s.rows.stop, weights[id(s.adapter)], grad))
+        with torch.set_grad_enabled(any(s.backward for s in batch.segments)):
+            hidden = model.hidden(tokens, positions, Packing(lengths), groups)
+        head_tasks = [
+            HeadTask(
+                s.rows,
+                s.cells,
+                g.weights,
+                None if g.grad is None else views(g.grad, s.adapter.layout).get(model.head.path),
+                task.gradient if s.backward else None,
+                task.loss.whole_segment,
+            )
+            for s, g, task in zip(batch.segments, groups, tasks, strict=True)
+        ]
+        cell_rows = np.repeat(np.arange(len(batch.tokens)), np.repeat(np.maximum(batch.widths, 1), batch.lengths))
+        logprobs, dhidden = model.head.run(hidden.detach(), head_tasks, cell_rows, targets)
+        if hidden.requires_grad:
+            hidden.backward(dhidden)
+        metrics = [task.metrics(logprobs[s.cells]) for s, task in zip(batch.segments, tasks, strict=True)]
+        host = logprobs.cpu()
+        return [
+            SegmentResult(s, host[s.cells], m, g.grad) for s, m, g in zip(batch.segments, metrics, groups, strict=True)
+        ]
+
+    def accumulate(self, adapter: Adapter, grad: torch.Tensor) -> None:
+        """Add a segment's flat gradient to the adapter's, which takes ``grad`` over when it is the first."""
+        grad = grad.to(adapter.device)
+        if adapter.grads is None:
+            adapter.grads = grad
+        else:
+            adapter.grads.add_(grad)
+
+    def optim_step(self, adapter: Adapter, params: AdamParams | DimuonParams) -> dict[str, float]:
+        """One step with what is accumulated, which is then cleared. Returns the metrics of the answer."""
+        return optim.step(adapter, params)
