@@ -12,7 +12,7 @@ import torch
 
 from spindle.compute.batch import MicroBatch
 from spindle.executor import Executor, as_server_error
-from spindle.scheduler import Item, Scheduler
+from spindle.scheduler import Scheduler
 
 logger = logging.getLogger("spindle")
 
@@ -67,7 +67,7 @@ class DeviceLoop:
             except BaseException as error:
                 logger.exception("filling a micro-batch failed")
                 for block in work.blocks:
-                    self.executor._finish(block, None, as_server_error(error, block.item))
+                    self.executor.finish(block, None, as_server_error(error, block.item))
                 self._room.release()
 
     def _run(self) -> None:
@@ -89,14 +89,11 @@ class DeviceLoop:
                 if isinstance(job, MicroBatch):
                     self.executor.run(job)
                 else:
-                    self._operate(job)
+                    self.executor.operate(job)
             ran = time.perf_counter() - started
             self.busy_s += ran
             if sampler.has_work():
                 self._sample(ran)
-
-    def _operate(self, items: list[Item]) -> None:
-        self.executor.operate(items)
 
     def _sample(self, trained_s: float) -> None:
         """At least one sampling step, then more until sampling had its share beside the micro-batch that just ran."""

@@ -22,12 +22,13 @@ from spindle.compute.model import BaseModel, load_tokenizer
 from spindle.compute.worker import DeviceWorker
 from spindle.device_loop import DeviceLoop
 from spindle.errors import EngineClosed, InvalidRequest, NotFound, SpindleError, UserError
-from spindle.executor import Executor, ForwardBackwardResult, Resident, Training
+from spindle.executor import Executor, ForwardBackwardResult, Training
 from spindle.future import Future, failed
 from spindle.handle import AdapterHandle
 from spindle.io_loop import IoLoop
 from spindle.operations import LoadState, Operation, OptimStep, SaveState
-from spindle.sampling import SampleRecords, SampleRequest, Sampler
+from spindle.residency import AdapterPool, Resident
+from spindle.sampling import Sampler, SampleRecords, SampleRequest
 from spindle.scheduler import Item, Kind, Scheduler, SchedulerConfig
 from spindle.store import checkpoint
 from spindle.types import DimuonParams, LoraConfig, SampleOutput, SamplingParams
@@ -79,6 +80,7 @@ class Engine:
     limits: bounds on what a request may hold (``codec.Limits``); vocabulary and context are taken from the model.
     scheduler: bounds, micro-batch token budget and client weights (``SchedulerConfig``).
     sampling_share: the part of a device's time that sampling may take while training waits, in (0, 1).
+    adapter_device_bytes, adapter_host_bytes: budgets past which idle adapters are paged out, to host memory and then to disk (``AdapterPool``).
 
     Every method that changes an adapter is thread-safe and returns a ``spindle.Future``: block with ``.result()`` or ``await`` it.
     """
@@ -93,6 +95,8 @@ class Engine:
         limits: codec.Limits | None = None,
         scheduler: SchedulerConfig | None = None,
         sampling_share: float = 0.5,
+        adapter_device_bytes: int | None = None,
+        adapter_host_bytes: int | None = None,
         sampler_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not 0.0 < sampling_share < 1.0:
@@ -110,6 +114,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, devices=len(places))
         self.tokenizer = _tokenizer_of(model)
         self.records = SampleRecords()
+        self.pool = AdapterPool(adapter_device_bytes, adapter_host_bytes)
         self._residents: dict[str, Resident] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -119,10 +124,10 @@ class Engine:
         self._loops: list[DeviceLoop] = []
         for index, place in enumerate(places):
             replica = self.model if index == 0 else self.model.replica(place)
-            executor = Executor(DeviceWorker(replica), self.scheduler, pinned=place.type == "cuda")
+            executor = Executor(DeviceWorker(replica), self.scheduler, self.pool, pinned=place.type == "cuda")
             sampler = Sampler(replica, self.tokenizer, records=self.records, **(sampler_options or {}))
             self._loops.append(DeviceLoop(index, executor, self.scheduler, sampler, threads, sampling_share))
-        self._io = IoLoop(self.scheduler, self.model_name)
+        self._io = IoLoop(self.scheduler, self.pool, self.model_name)
         for loop in self._loops:
             loop.start()
 
@@ -172,15 +177,18 @@ class Engine:
             else:
                 loaded = checkpoint.load_adapter(state, adapter.layout, with_optimizer)
                 adapter.load(loaded.params, loaded.optimizer)
-            self._residents[model_id] = Resident(model_id, client, adapter, home, optimizer)
+            self._residents[model_id] = resident = Resident(model_id, client, adapter, home, optimizer)
+            self.pool.add(resident)
             self.scheduler.add_adapter(model_id, client, home)
         return AdapterHandle(self, model_id, lora)
 
     def unload(self, model_id: str) -> None:
         """Forget an adapter and free what it holds; requests of it that have not started fail."""
         with self._lock:
-            if self._residents.pop(model_id, None) is None:
+            resident = self._residents.pop(model_id, None)
+            if resident is None:
                 raise NotFound(f"no adapter {model_id!r}")
+        self.pool.remove(resident)
         self.scheduler.remove_adapter(model_id, NotFound(f"adapter {model_id!r} was unloaded before this request ran"))
 
     def resident(self, model_id: str) -> Resident:
@@ -231,7 +239,9 @@ class Engine:
             wants_dimuon = resident.optimizer == "dimuon"
             if isinstance(operation.params, DimuonParams) != wants_dimuon:
                 error = InvalidRequest(
-                    f"optim_step: got {type(operation.params).__name__} for an adapter created with the {resident.optimizer} optimizer", model_id, seq_id
+                    f"optim_step: got {type(operation.params).__name__} for an adapter created with the {resident.optimizer} optimizer",
+                    model_id,
+                    seq_id,
                 )
                 return self.reject(model_id, seq_id, error)
         kind = Kind.IO if isinstance(operation, SaveState | LoadState) else Kind.DEVICE
@@ -265,7 +275,9 @@ class Engine:
             if self.tokenizer is None:
                 raise UserError("prompt: got text, but this model has no tokenizer; pass token ids")
             prompt = self.tokenizer.encode(prompt)
-        request = SampleRequest(prompt=np.asarray(prompt), params=params or SamplingParams(), num_samples=num_samples, snapshot=snapshot, **options)
+        request = SampleRequest(
+            prompt=np.asarray(prompt), params=params or SamplingParams(), num_samples=num_samples, snapshot=snapshot, **options
+        )
         loops = self._loops if snapshot is None else [one for one in self._loops if one.executor.worker.device == snapshot.params.device]
         loop = min(loops, key=lambda one: one.sampler.load())
         future = loop.sampler.submit(request, Future())
@@ -294,6 +306,8 @@ class Engine:
             "micro_batches": sum(loop.executor.counts["micro_batches"] for loop in loops),
             "trained_tokens": sum(loop.executor.counts["tokens"] for loop in loops),
             "optim_steps": sum(loop.executor.counts["optim_steps"] for loop in loops),
+            "adapters": self.pool.places(),
+            "adapter_bytes": dict(self.pool.held),
             "queue": self.scheduler.stats(),
         }
 
@@ -308,6 +322,7 @@ class Engine:
         for part in (*self._loops, self._io):
             part.join(max(0.0, deadline - time.monotonic()))
         self._encoders.shutdown(wait=True)
+        self.pool.close()
         self._residents.clear()
 
     def __enter__(self) -> Engine:
@@ -315,5 +330,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-

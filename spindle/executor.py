@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from spindle import codec, losses
-from spindle.compute.adapter import Adapter
 from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.worker import DeviceWorker
 from spindle.errors import ServerError, SpindleError
 from spindle.operations import OptimStep, Publish
+from spindle.residency import AdapterPool, Resident
 from spindle.scheduler import Block, Item, Scheduler
 from spindle.types import ForwardBackwardOutput, OptimStepOutput
 
@@ -95,19 +95,6 @@ class ForwardBackwardResult:
 
 
 @dataclass(eq=False)
-class Resident:
-    """An adapter as the engine holds it. ``lock`` orders the commits of its gradients."""
-
-    model_id: str
-    client: str
-    adapter: Adapter
-    home: int  # device index
-    optimizer: str = "adamw"
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    extra_inputs: Any = None
-
-
-@dataclass(eq=False)
 class Training:
     """Payload of a TRAIN item: what is asked, and what has come back so far."""
 
@@ -152,9 +139,10 @@ class Training:
 class Executor:
     """Runs what the scheduler hands out for one device. ``run`` and ``operate`` are called from that device's thread only."""
 
-    def __init__(self, worker: DeviceWorker, scheduler: Scheduler, pinned: bool) -> None:
+    def __init__(self, worker: DeviceWorker, scheduler: Scheduler, pool: AdapterPool, pinned: bool) -> None:
         self.worker = worker
         self.scheduler = scheduler
+        self.pool = pool
         self.pinned = pinned
         self.seconds = {"fill": 0.0, "compute": 0.0, "optim": 0.0}
         self.counts = {"micro_batches": 0, "tokens": 0, "optim_steps": 0}
@@ -165,6 +153,7 @@ class Executor:
         """Lay the blocks out as one micro-batch, those of one adapter side by side. The only copy from request to device."""
         started = time.perf_counter()
         order: dict[int, list[Block]] = {}
+        self.pool.acquire(*(block.item.payload.resident for block in blocks))
         for block in blocks:
             order.setdefault(id(block.item.payload.resident), []).append(block)
         blocks = [block for group in order.values() for block in group]
@@ -184,7 +173,9 @@ class Executor:
             defaults = {name: None for name in loss.required if name not in ("target_tokens", *training.extra)} | dict(loss.optional)
             names = set(request.input_names)
             inputs = {
-                name: (self._empty(count, torch.float32), default) for name, default in defaults.items() if default is not None or name in names
+                name: (self._empty(count, torch.float32), default)
+                for name, default in defaults.items()
+                if default is not None or name in names
             }
             codec.fill(request, block.datums, tokens[rows], positions[rows], targets[here], inputs)
             segment = Segment(
@@ -221,7 +212,7 @@ class Executor:
         except BaseException as error:
             logger.exception("a micro-batch of %d tokens failed", len(batch.tokens))
             for segment in batch.segments:
-                self._finish(segment.tag, None, as_server_error(error, segment.tag.item))
+                self.finish(segment.tag, None, as_server_error(error, segment.tag.item))
             if not isinstance(error, Exception):
                 raise
             return
@@ -230,7 +221,7 @@ class Executor:
         self.counts["micro_batches"] += 1
         self.counts["tokens"] += len(batch.tokens)
         for result in results:
-            self._finish(result.segment.tag, result, None)
+            self.finish(result.segment.tag, result, None)
 
     def _run_within_memory(self, batch: MicroBatch) -> list[SegmentResult]:
         """Run; when the device runs out of memory, run the halves of the batch one after the other."""
@@ -244,7 +235,8 @@ class Executor:
         middle = len(batch.segments) // 2
         return [r for half in (batch.segments[:middle], batch.segments[middle:]) for r in self._run_within_memory(part_of(batch, half))]
 
-    def _finish(self, block: Block, result: SegmentResult | None, error: SpindleError | None) -> None:
+    def finish(self, block: Block, result: SegmentResult | None, error: SpindleError | None) -> None:
+        """A filled block is over: put its result in its place, or fail its request; commit what is whole; let what waits go on."""
         item = block.item
         training: Training = item.payload
         if error is not None:
@@ -256,6 +248,7 @@ class Executor:
                 grad = whole.payload.grad
                 if grad is not None:
                     self.worker.accumulate(whole.payload.resident.adapter, grad)
+        self.pool.release(training.resident)
         over, failed = item.blocks_left == 0, item.failed
         self.scheduler.block_done(block)
         if over and not failed:
@@ -272,15 +265,16 @@ class Executor:
             resident, operation = item.payload
             started = time.perf_counter()
             try:
-                match operation:
-                    case OptimStep(params):
-                        value: Any = OptimStepOutput(self.worker.optim_step(resident.adapter, params))
-                        self.counts["optim_steps"] += 1
-                        self.seconds["optim"] += time.perf_counter() - started
-                    case Publish():
-                        value = resident.adapter.snapshot()
-                    case _:
-                        raise ServerError(f"operation {type(operation).__name__} does not run on a device")
+                with self.pool.using(resident) as adapter:
+                    match operation:
+                        case OptimStep(params):
+                            value: Any = OptimStepOutput(self.worker.optim_step(adapter, params))
+                            self.counts["optim_steps"] += 1
+                            self.seconds["optim"] += time.perf_counter() - started
+                        case Publish():
+                            value = adapter.snapshot()
+                        case _:
+                            raise ServerError(f"operation {type(operation).__name__} does not run on a device")
             except Exception as error:
                 logger.exception("%s of %s failed", type(operation).__name__, item.model_id)
                 self.scheduler.operation_done(item)
@@ -301,7 +295,9 @@ def part_of(batch: MicroBatch, segments: list[Segment]) -> MicroBatch:
         return slice(inner.start - outer.start, inner.stop - outer.start)
 
     parts = [
-        Segment(s.adapter, s.loss_fn, s.config, s.backward, moved(s.seqs, seqs), moved(s.rows, rows), moved(s.cells, cells), s.inputs, s.tag)
+        Segment(
+            s.adapter, s.loss_fn, s.config, s.backward, moved(s.seqs, seqs), moved(s.rows, rows), moved(s.cells, cells), s.inputs, s.tag
+        )
         for s in segments
     ]
     return MicroBatch(batch.tokens[rows], batch.positions[rows], batch.targets[cells], batch.lengths[seqs], batch.widths[seqs], parts)
@@ -312,7 +308,11 @@ def as_server_error(error: BaseException, item: Item) -> SpindleError:
     if isinstance(error, SpindleError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
-        return ServerError(f"out of memory on the device with the smallest micro-batch of seq_id {item.seq_id} ({item.tokens} tokens): send shorter sequences")
-    failure = ServerError(f"{type(error).__name__} while running seq_id {item.seq_id} of {item.model_id}: {error}; the adapter is as it was before")
+        return ServerError(
+            f"out of memory on the device with the smallest micro-batch of seq_id {item.seq_id} ({item.tokens} tokens): send shorter sequences"
+        )
+    failure = ServerError(
+        f"{type(error).__name__} while running seq_id {item.seq_id} of {item.model_id}: {error}; the adapter is as it was before"
+    )
     failure.__cause__ = error
     return failure

@@ -41,7 +41,9 @@ class AdapterHandle:
         """The same logprobs and metrics without a gradient."""
         return self._train(data, loss_fn, loss_fn_config, forward_only=True)
 
-    def _train(self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None, forward_only: bool) -> Future[ForwardBackwardOutput]:
+    def _train(
+        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None, forward_only: bool
+    ) -> Future[ForwardBackwardOutput]:
         with self._lock:
             seq_id = self._seq_id + 1
             try:

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spindle.executor import Resident, as_server_error
+from spindle.executor import as_server_error
 from spindle.operations import LoadState, SaveState
+from spindle.residency import AdapterPool, Resident
 from spindle.scheduler import Item, Scheduler
 from spindle.store import checkpoint
 
@@ -19,8 +20,9 @@ logger = logging.getLogger("spindle")
 class IoLoop:
     """Two threads that pull saves and loads from the scheduler."""
 
-    def __init__(self, scheduler: Scheduler, base_model: str, threads: int = 2) -> None:
+    def __init__(self, scheduler: Scheduler, pool: AdapterPool, base_model: str, threads: int = 2) -> None:
         self.scheduler = scheduler
+        self.pool = pool
         self.base_model = base_model
         self._threads = [threading.Thread(target=self._run, name=f"spindle-io-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
@@ -47,17 +49,17 @@ class IoLoop:
                 item.future.settle(value)
 
     def _save(self, item: Item, resident: Resident, operation: SaveState) -> Path:
-        adapter = resident.adapter
-        params = adapter.params.detach().to("cpu", copy=True)
-        optimizer = None
-        if operation.with_optimizer:
-            optimizer = (adapter.exp_avg.to("cpu", copy=True), adapter.exp_avg_sq.to("cpu", copy=True), adapter.step)
+        with self.pool.using(resident) as adapter:
+            params = adapter.params.detach().to("cpu", copy=True)
+            optimizer = None
+            if operation.with_optimizer:
+                optimizer = (adapter.exp_avg.to("cpu", copy=True), adapter.exp_avg_sq.to("cpu", copy=True), adapter.step)
         self.scheduler.release_adapter(item)  # the copy is taken: training goes on while the file is written
         checkpoint.save_adapter(operation.path, adapter.layout, params, self.base_model, optimizer, operation.metadata, operation.replace)
         return operation.path
 
     def _load(self, resident: Resident, operation: LoadState) -> Path:
-        adapter = resident.adapter
-        loaded = checkpoint.load_adapter(operation.path, adapter.layout, operation.with_optimizer)
-        adapter.load(loaded.params, loaded.optimizer)
+        loaded = checkpoint.load_adapter(operation.path, resident.adapter.layout, operation.with_optimizer)
+        with self.pool.using(resident) as adapter:
+            adapter.load(loaded.params, loaded.optimizer)
         return operation.path

@@ -165,7 +165,9 @@ class Scheduler:
             (self._nbytes, self.config.max_queue_bytes, "in all"),
         ):
             if held and held + item.nbytes > bound:
-                raise Overloaded(f"{held} bytes of requests {whose} are queued and this one has {item.nbytes}; at most {bound} may be; try again later")
+                raise Overloaded(
+                    f"{held} bytes of requests {whose} are queued and this one has {item.nbytes}; at most {bound} may be; try again later"
+                )
 
     # --- out ------------------------------------------------------------------------------------------------------
 
@@ -363,7 +365,8 @@ class Scheduler:
                 "queued_bytes": self._nbytes,
                 "adapters": len(self._queues),
                 "clients": {
-                    client.name: {"requests": client.requests, "bytes": client.nbytes, "adapters": client.adapters} for client in self._clients.values()
+                    client.name: {"requests": client.requests, "bytes": client.nbytes, "adapters": client.adapters}
+                    for client in self._clients.values()
                 },
                 "oldest_wait_s": max((now - q.ready[0].queued_at for q in self._queues.values() if q.ready), default=0.0),
             }

@@ -48,7 +48,13 @@ class Rings:
                 client.in_ring |= bit
                 self.rings[device].append(client)
 
-    def take(self, device: int, budget_tokens: int, may_run: Callable[[AdapterQueue, int], bool], hand_out: Callable[[AdapterQueue], Block | None]) -> list[Block]:
+    def take(
+        self,
+        device: int,
+        budget_tokens: int,
+        may_run: Callable[[AdapterQueue, int], bool],
+        hand_out: Callable[[AdapterQueue], Block | None],
+    ) -> list[Block]:
         """Blocks of one micro-batch for ``device``: at most ``budget_tokens`` together, or one longer block alone."""
         ring, bit = self.rings[device], 1 << device
         taken: list[Block] = []

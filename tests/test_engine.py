@@ -1,0 +1,300 @@
+"""The engine in this process: the whole road from arrays or bytes to answers, on a tiny model."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import spindle
+from spindle import AdamParams, Datum, SchedulerConfig, codec
+from spindle.compute.model import BaseModel
+from spindle.errors import Conflict, EngineClosed, InvalidRequest, MalformedBody, NotFound, ServerError, UserError
+from tests.tiny import VOCAB, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model():
+    return BaseModel.load(tiny_llama())
+
+
+@pytest.fixture
+def engine(model):
+    with spindle.Engine(model) as engine:
+        yield engine
+
+
+def datum(length, seed=0, **inputs):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, length + 1)
+    return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)} | inputs)
+
+
+def body(model_id, seq_id, data, **options):
+    return codec.encode_request(model_id, seq_id, data, "cross_entropy", **options)
+
+
+def threads():
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("spindle")}
+
+
+def test_training_lowers_the_loss_and_every_call_is_a_future(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    losses = []
+    for _ in range(6):
+        forward_backward = adapter.forward_backward([datum(12)])
+        step = adapter.optim_step(AdamParams(learning_rate=1e-2))
+        losses.append(forward_backward.result(60).loss)
+        assert step.result(60).metrics["grad_norm"] > 0
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_futures_can_be_awaited(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+
+    async def go():
+        output = await adapter.forward([datum(5)])
+        return output.loss
+
+    loss = asyncio.run(go())
+    assert loss == adapter.forward([datum(5)]).result(60).loss
+
+
+def test_the_answer_keeps_input_order_and_shapes(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    lengths = [7, 2, 5, 3]
+    data = [datum(n, seed=n) for n in lengths]
+    wide = Datum(data[0].tokens, {"target_tokens": np.arange(21)[None].repeat(7, 0), "weights": np.ones((7, 21), np.float32)})
+    output = adapter.forward([*data, wide]).result(60)
+    assert [o["logprobs"].shape for o in output.loss_fn_outputs] == [(7,), (2,), (5,), (3,), (7, 21)]
+    for n, together in zip(lengths, output.loss_fn_outputs, strict=False):
+        alone = adapter.forward([datum(n, seed=n)]).result(60)
+        assert np.array_equal(alone.loss_fn_outputs[0]["logprobs"], together["logprobs"])
+
+
+def test_raw_bytes_in_raw_bytes_out(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    data = [datum(9), datum(4, seed=3)]
+    expected = adapter.forward(data).result(60)
+    for seq_id, (encoding, compress) in enumerate([("zstd", True), (None, False)], start=2):
+        answer = engine.submit(body(adapter.model_id, seq_id, data, forward_only=True, zstd=compress), encoding).result(60)
+        output = codec.decode_forward_backward(answer)
+        assert output.metrics["loss:sum"] == expected.loss
+        for ours, theirs in zip(output.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+            assert np.array_equal(ours["logprobs"], theirs["logprobs"])
+
+
+def test_requests_that_arrive_in_any_order_run_in_seq_id_order(engine):
+    adapters = [engine.create_adapter(rank=4, seed=1) for _ in range(2)]
+    bodies = [[body(a.model_id, seq, [datum(6, seed=seq)]) for seq in (1, 2, 3)] for a in adapters]
+    forwards = [engine.submit(b).result(60) for b in bodies[0]]
+    backwards = [engine.submit(b) for b in reversed(bodies[1])]
+    assert [f.result(60) for f in reversed(backwards)] == forwards
+    states = [engine.resident(a.model_id).adapter.grads for a in adapters]
+    assert torch.equal(*states)
+
+
+def test_steps_submitted_without_waiting_equal_waiting_for_each(engine):
+    ends = []
+    for wait in (True, False):
+        adapter = engine.create_adapter(rank=4, seed=1)
+        futures = []
+        for step in range(4):
+            futures.append(adapter.forward_backward([datum(9, seed=step), datum(5, seed=step + 9)]))
+            futures.append(adapter.optim_step(AdamParams(learning_rate=1e-2)))
+            if wait:
+                [f.result(60) for f in futures]
+        [f.result(60) for f in futures]
+        ends.append(engine.resident(adapter.model_id).adapter.params)
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("budget", [8, 16, 64])
+def test_the_micro_batch_budget_does_not_change_the_gradient(model, budget):
+    norms = []
+    for tokens in (budget, 4096):
+        with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=tokens)) as engine:
+            adapter = engine.create_adapter(rank=4, seed=1)
+            output = adapter.forward_backward([datum(n, seed=n) for n in (7, 12, 5, 9)]).result(60)
+            norms.append(adapter.optim_step().result(60).metrics["grad_norm"])
+            assert [len(o["logprobs"]) for o in output.loss_fn_outputs] == [7, 12, 5, 9]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_two_devices_equal_one_and_themselves(model):
+    ends = []
+    for devices in (["cpu"], ["cpu", "cpu"], ["cpu", "cpu"]):
+        with spindle.Engine(model, devices=devices, scheduler=SchedulerConfig(token_budget=16)) as engine:
+            adapter = engine.create_adapter(rank=4, seed=1)
+            for step in range(3):
+                adapter.forward_backward([datum(n, seed=n + step) for n in (7, 12, 5, 9, 16, 3, 11)])
+                adapter.forward_backward([datum(n, seed=n + step) for n in (14, 12, 6)])
+                adapter.optim_step(AdamParams(learning_rate=1e-2)).result(60)
+            ends.append(engine.resident(adapter.model_id).adapter.params.clone())
+            used = [loop.executor.counts["micro_batches"] for loop in engine._loops]
+            assert all(used), "every device must have had work"
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-6)
+    assert torch.equal(ends[1], ends[2])
+
+
+def test_a_bad_request_fails_alone_and_takes_its_place(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    good = [datum(6)]
+    bad = [datum(6), Datum([1, 2], {"weights": np.ones(2, np.float32)})]
+    futures = [adapter.forward(good), adapter.forward(bad), adapter.forward(good)]
+    with pytest.raises(InvalidRequest, match="datum 1: target_tokens is missing"):
+        futures[1].result(60)
+    assert futures[0].result(60).loss == futures[2].result(60).loss
+
+
+def test_bad_bodies_through_the_raw_door(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    with pytest.raises(MalformedBody):
+        engine.submit(b"\xff\xff\xff", None).result(60)
+    with pytest.raises(NotFound, match="no adapter 'nobody'"):
+        engine.submit(body("nobody", 1, [datum(3)])).result(60)
+    with pytest.raises(InvalidRequest, match="datum 0"):
+        engine.submit(body(adapter.model_id, 1, [Datum([1, VOCAB], {"target_tokens": [1, 1]})])).result(60)
+    engine.submit(body(adapter.model_id, 2, [datum(3)])).result(60)
+    with pytest.raises(Conflict, match="seq_id 2"):
+        engine.submit(body(adapter.model_id, 2, [datum(4)])).result(60)
+
+
+def test_a_failing_device_fails_only_what_it_held_and_leaves_the_adapter(engine, monkeypatch):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    adapter.forward_backward([datum(6)]).result(60)
+    before = engine.resident(adapter.model_id).adapter.grads.clone()
+    worker = engine._loops[0].executor.worker
+    run = worker.run
+    monkeypatch.setattr(worker, "run", lambda batch: (_ for _ in ()).throw(RuntimeError("the card fell out")))
+    with pytest.raises(ServerError, match=r"RuntimeError while running seq_id 2 of .*: the card fell out; the adapter is as it was before"):
+        adapter.forward_backward([datum(6)]).result(60)
+    monkeypatch.setattr(worker, "run", run)
+    assert torch.equal(engine.resident(adapter.model_id).adapter.grads, before)
+    assert adapter.optim_step().result(60).metrics["grad_norm"] > 0
+
+
+def test_out_of_memory_runs_halves_then_says_so(engine, monkeypatch):
+    adapters = [engine.create_adapter(rank=4, seed=1) for _ in range(4)]
+    worker = engine._loops[0].executor.worker
+    run, limit = worker.run, [12]
+
+    def small(batch):
+        if len(batch.tokens) > limit[0]:
+            raise torch.OutOfMemoryError("no room")
+        return run(batch)
+
+    expected = adapters[0].forward([datum(6)]).result(60).loss
+    monkeypatch.setattr(worker, "run", small)
+    held = threading.Event()
+    blocker = engine.create_adapter(rank=4, seed=1)
+    monkeypatch.setattr(worker, "run", lambda batch: (held.wait(10), small(batch))[1])
+    first = blocker.forward([datum(3)])
+    time.sleep(0.05)
+    futures = [adapter.forward([datum(6)]) for adapter in adapters]
+    held.set()
+    first.result(60)
+    assert [f.result(60).loss for f in futures] == [expected] * 4
+    limit[0] = 2
+    with pytest.raises(ServerError, match=r"out of memory on the device with the smallest micro-batch of seq_id 3 \(6 tokens\)"):
+        adapters[0].forward([datum(6)]).result(60)
+
+
+def test_a_cancelled_request_does_not_run(engine, monkeypatch):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    worker = engine._loops[0].executor.worker
+    run, go = worker.run, threading.Event()
+    monkeypatch.setattr(worker, "run", lambda batch: (go.wait(10), run(batch))[1])
+    first, step, last = adapter.forward_backward([datum(5)]), adapter.optim_step(), adapter.forward([datum(5)])
+    assert last.cancel()
+    go.set()
+    first.result(60), step.result(60)
+    time.sleep(0.05)
+    assert engine.stats()["trained_tokens"] == 5
+    assert engine.stats()["queue"]["queued_requests"] == 0
+
+
+def test_save_and_load_with_and_without_the_optimizer(engine, tmp_path):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    for step in range(3):
+        adapter.forward_backward([datum(8, seed=step)])
+        adapter.optim_step(AdamParams(learning_rate=1e-2))
+    saved = adapter.save(tmp_path / "a").result(60)
+    state = engine.resident(adapter.model_id).adapter
+    for with_optimizer in (True, False):
+        other = engine.create_adapter(rank=4, seed=2)
+        other.load(saved, with_optimizer).result(60)
+        theirs = engine.resident(other.model_id).adapter
+        assert torch.equal(theirs.params, state.params)
+        assert theirs.step == (3 if with_optimizer else 0)
+        assert torch.equal(theirs.exp_avg, state.exp_avg) is with_optimizer
+    with pytest.raises(InvalidRequest):
+        adapter.save(tmp_path / "a").result(60)
+    adapter.save(tmp_path / "a", replace=True).result(60)
+    wrong = engine.create_adapter(rank=8, seed=2)
+    with pytest.raises(UserError):
+        wrong.load(saved).result(60)
+
+
+def test_sampling_uses_the_weights_as_published(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    greedy = spindle.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
+    base = engine.sample(None, [1, 2, 3], greedy).result(60).sequences[0].tokens
+    before = adapter.publish().result(60)
+    for _ in range(5):
+        adapter.forward_backward([datum(12)])
+        adapter.optim_step(AdamParams(learning_rate=5e-2))
+    after = adapter.sample([1, 2, 3], greedy).result(60).sequences[0].tokens
+    again = engine.sample(before, [1, 2, 3], greedy).result(60).sequences[0].tokens
+    assert np.array_equal(base, again)
+    assert not np.array_equal(base, after)
+
+
+def test_the_same_seed_gives_the_same_gradient(engine):
+    norms = []
+    for _ in range(2):
+        adapter = engine.create_adapter(rank=4, seed=7)
+        adapter.forward_backward([datum(8)])
+        norms.append(adapter.optim_step().result(60).metrics["grad_norm"])
+    assert norms[0] == norms[1]
+
+
+def test_impossible_settings_are_refused_by_name(model, engine):
+    for kwargs, text in [
+        ({"rank": 0}, "rank: got 0; allowed is a whole number from 1 to 4096"),
+        ({"train_mlp": False, "train_attn": False, "train_unembed": False}, "there is nothing to train"),
+        ({"optimizer": "sgd"}, "optimizer: got 'sgd'; allowed are adamw, dimuon"),
+    ]:
+        with pytest.raises(UserError, match=text):
+            engine.create_adapter(**kwargs)
+    with pytest.raises(UserError, match=r"sampling_share: got 1\.0"):
+        spindle.Engine(model, sampling_share=1.0)
+    with pytest.raises(UserError, match="devices: 'abacus' is no torch device"):
+        spindle.Engine(model, devices=["abacus"])
+
+
+def test_unload_fails_what_waits_and_frees_the_name(engine):
+    adapter = engine.create_adapter(rank=4, seed=1, model_id="mine")
+    waiting = engine.submit(body("mine", 5, [datum(3)]))
+    adapter.unload()
+    with pytest.raises(NotFound, match="adapter 'mine' was unloaded"):
+        waiting.result(60)
+    with pytest.raises(NotFound, match="no adapter 'mine'"):
+        adapter.optim_step()
+    engine.create_adapter(rank=4, seed=1, model_id="mine")
+
+
+def test_close_ends_every_thread_and_fails_what_waits(model):
+    before = threads()
+    engine = spindle.Engine(model)
+    adapter = engine.create_adapter(rank=4, seed=1)
+    waiting = engine.submit(body(adapter.model_id, 3, [datum(3)]))
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineClosed):
+        waiting.result(5)
+    with pytest.raises((EngineClosed, NotFound)):
+        adapter.forward([datum(3)])
+    assert threads() == before
