@@ -60,6 +60,14 @@ def resolve_devices(devices: str | Sequence[str]) -> list[torch.device]:
     return resolved
 
 
+def _limits_for(model: BaseModel, limits: codec.Limits) -> codec.Limits:
+    """``limits`` with the model's vocabulary, and no sequence longer than its context."""
+    values = {name: getattr(limits, name) for name in dir(limits) if not name.startswith("_")}
+    values["vocab_size"] = model.vocab_size
+    values["max_sequence_length"] = min(limits.max_sequence_length, model.max_context)
+    return codec.Limits(**values)
+
+
 def _tokenizer_of(source: Any) -> Any | None:
     """The tokenizer beside a model given by path or name; None when there is none (then there are no stop strings and no text prompts)."""
     if not isinstance(source, str | Path):
@@ -76,11 +84,12 @@ class Engine:
 
     model: a transformers decoder directory, a GGUF file, a hub name, or a loaded ``BaseModel``.
     devices: "auto", or a list of torch devices; one worker thread each, with its own replica of the base model.
-    dtype: of the base weights ("float32", "bfloat16"); adapters, moments and logprobs are always float32. None: float32 on CPU, bfloat16 on CUDA.
+    dtype: of the base weights ("float32", "bfloat16"), None: float32 on CPU, bfloat16 on CUDA. Adapters, moments and logprobs are always
+        float32.
     limits: bounds on what a request may hold (``codec.Limits``); vocabulary and context are taken from the model.
     scheduler: bounds, micro-batch token budget and client weights (``SchedulerConfig``).
     sampling_share: the part of a device's time that sampling may take while training waits, in (0, 1).
-    adapter_device_bytes, adapter_host_bytes: budgets past which idle adapters are paged out, to host memory and then to disk (``AdapterPool``).
+    adapter_device_bytes, adapter_host_bytes: budgets past which idle adapters are paged out, to host memory, then disk (``AdapterPool``).
 
     Every method that changes an adapter is thread-safe and returns a ``spindle.Future``: block with ``.result()`` or ``await`` it.
     """
@@ -107,9 +116,7 @@ class Engine:
         dtype = dtype or (torch.bfloat16 if places[0].type == "cuda" else torch.float32)
         self.model = model if isinstance(model, BaseModel) else BaseModel.load(model, device=places[0], dtype=dtype)
         self.model_name = name or self.model.name
-        self.limits = limits or codec.Limits()
-        self.limits.vocab_size = self.model.vocab_size
-        self.limits.max_sequence_length = min(self.limits.max_sequence_length, self.model.max_context)
+        self.limits = _limits_for(self.model, limits or codec.Limits())
         self.config = scheduler or SchedulerConfig()
         self.scheduler = Scheduler(self.config, devices=len(places))
         self.tokenizer = _tokenizer_of(model)

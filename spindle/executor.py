@@ -309,7 +309,7 @@ def as_server_error(error: BaseException, item: Item) -> SpindleError:
         return error
     if isinstance(error, torch.OutOfMemoryError):
         return ServerError(
-            f"out of memory on the device with the smallest micro-batch of seq_id {item.seq_id} ({item.tokens} tokens): send shorter sequences"
+            f"out of memory on the device with the smallest micro-batch of seq_id {item.seq_id} ({item.tokens} tokens); send less"
         )
     failure = ServerError(
         f"{type(error).__name__} while running seq_id {item.seq_id} of {item.model_id}: {error}; the adapter is as it was before"

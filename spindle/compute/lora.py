@@ -56,6 +56,9 @@ class Router(threading.local):
 
     route: Route | None = None
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Router:
+        return memo.setdefault(id(self), Router())  # type: ignore[return-value]
+
 
 def _forward(x: torch.Tensor, layer: LoraLinear, route: Route) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """x [T, in] -> y [T, out] and, per group that adapts this layer, z = x A^T [rows, rank]."""

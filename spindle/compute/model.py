@@ -100,13 +100,16 @@ class BaseModel:
         return base
 
     def replica(self, device: torch.device | str) -> BaseModel:
-        """The same model for another worker: on ``device``, sharing this one's weights where that is the same device."""
+        """The same model for another worker: a copy on ``device``, or this very object where it already is there.
+
+        One object serves several threads: the route of a forward pass is its thread's own.
+        """
         device = torch.device(device)
-        shared = {id(p): p for p in (*self.model.parameters(), *self.model.buffers())} if device == self.device else {}
-        other = copy.deepcopy(self, shared)
-        if device != self.device:
-            other.model.to(device)
-            other.device = device
+        if device == self.device:
+            return self
+        other = copy.deepcopy(self)
+        other.model.to(device)
+        other.device = device
         return other
 
     def layout(self, lora: LoraConfig) -> AdapterLayout:

@@ -283,7 +283,7 @@ class Scheduler:
             self._advance(queue)
 
     def fail(self, item: Item, error: BaseException) -> None:
-        """Fail a train item: its blocks not yet handed out never run. Each block handed out still needs ``completed`` and ``block_done``."""
+        """Fail a train item: blocks not yet handed out never run; each one handed out still needs ``completed`` and ``block_done``."""
         with self._lock:
             if item.failed:
                 return
