@@ -1,0 +1,87 @@
+"""Bytes to micro-batch tensors and back. The only Python that imports the compiled extension (see csrc/README.md).
+
+``scan`` reads and checks a request body once and keeps spans into it; ``fill`` writes chosen datums into a micro-batch's tensors;
+``encode_forward_backward`` writes the answer. All of it runs without the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spindle.codec import _codec
+from spindle.codec._codec import Limits, ScannedRequest, pool_stats
+from spindle.codec.arrays import scan_arrays
+from spindle.codec.messages import decode_forward_backward, encode_request, encode_sample_response
+
+__all__ = [
+    "Limits",
+    "ScannedRequest",
+    "decode_forward_backward",
+    "encode_forward_backward",
+    "encode_request",
+    "encode_sample_response",
+    "fill",
+    "peek",
+    "peek_stats",
+    "pool_stats",
+    "scan",
+    "scan_arrays",
+]
+
+_DEFAULT_LIMITS = Limits()
+
+
+def scan(body: Any, content_encoding: str | None = None, limits: Limits | None = None) -> ScannedRequest:
+    """Read and check a forward_backward body, once and whole.
+
+    body: any contiguous buffer; an uncompressed one is kept and looked into, not copied. content_encoding: None, "identity" or "zstd".
+    Raises MalformedBody when the bytes are not a readable request (or over a byte limit), InvalidRequest naming datum and input when
+    they say something impossible; its ``model_id`` and ``seq_id`` are what the body names.
+    """
+    return _codec.scan(body, content_encoding, limits or _DEFAULT_LIMITS)
+
+
+def fill(
+    request: ScannedRequest,
+    datum_indices: Sequence[int] | np.ndarray,
+    tokens: Any,
+    positions: Any,
+    targets: Any | None,
+    inputs: Mapping[str, tuple[Any, float | None]] | None = None,
+) -> None:
+    """Write datums of a scanned request, in the order given, end to end into numpy arrays or CPU torch tensors.
+
+    tokens, positions: [sum of lengths] int64; positions count from 0 in every datum. targets: [cells] int64, where a datum of n tokens has
+    n cells, or n * K row-major when its target_tokens is [n, K]; None = not wanted. inputs: by name, ([cells] float32, default); a datum
+    that lacks the input gets the default. CSR inputs are written dense, 0 where nothing is listed.
+    Raises ValueError or TypeError when the memory does not fit or a datum lacks an input that has no default (None).
+    """
+    plain = {name: (_numpy(array), default) for name, (array, default) in (inputs or {}).items()}
+    indices = np.asarray(datum_indices, np.int64)
+    _codec.fill(request, indices, _numpy(tokens), _numpy(positions), None if targets is None else _numpy(targets), plain)
+
+
+def encode_forward_backward(logprobs: Any, lengths: np.ndarray, widths: np.ndarray, metrics: Mapping[str, float]) -> bytes:
+    """The protobuf answer of a forward_backward. logprobs: [cells] float32 in input order; lengths: [D] tokens per datum;
+    widths: [D], 0 for [N] logprobs, K for [N, K]. Consecutive datums of equal width share one record."""
+    return _codec.encode_forward_backward(_numpy(logprobs), lengths, widths, list(metrics.items()))
+
+
+def peek(body: Any, content_encoding: str | None = None, limits: Limits | None = None) -> tuple[str, int]:
+    """(model_id, seq_id) from the head of a body, for a frontend that forwards it unopened. Inflates at most 128 KiB.
+
+    Raises MalformedBody when the two are not there. Nothing else of the body is checked.
+    """
+    return peek_stats(body, content_encoding, limits)[:2]
+
+
+def peek_stats(body: Any, content_encoding: str | None = None, limits: Limits | None = None) -> tuple[str, int, int]:
+    """What ``peek`` says, and the number of bytes that it inflated to know it."""
+    return _codec.peek(body, content_encoding, limits or _DEFAULT_LIMITS)
+
+
+def _numpy(array: Any) -> Any:
+    return array.numpy() if hasattr(array, "numpy") else array
