@@ -45,7 +45,7 @@ class Packing:
     cache: None (training, scoring: the rows are the whole sequences) or a KeyValueCache (the rows continue what it holds).
     """
 
-    __slots__ = ("lengths", "cache", "runs", "_cu_seqlens", "calls")
+    __slots__ = ("_cu_seqlens", "cache", "calls", "lengths", "runs")
 
     def __init__(self, lengths: Sequence[int], cache: KeyValueCache | None = None) -> None:
         self.lengths = [int(n) for n in lengths]

@@ -11,6 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from spindle.compute.adapter import Adapter
+    from spindle.errors import UserError
 
 
 @dataclass(slots=True)
@@ -53,9 +54,11 @@ class SegmentResult:
     """logprobs: [cells of the segment] float32 on the host. metrics: ``name:reduction`` -> value, ``loss:sum`` always there.
 
     grad: flat float32 gradient of the segment's adapter [P] on the worker's device, None when the segment asked no backward.
+    error: what the loss refused about this segment (its request fails alone); then metrics are empty and grad is None.
     """
 
     segment: Segment
     logprobs: torch.Tensor
     metrics: dict[str, float]
     grad: torch.Tensor | None
+    error: UserError | None = None

@@ -42,7 +42,9 @@ class HeadTask:
 class Head:
     """weight [V, H], bias [V] or None, path: its LoRA target name; logits are scale * (W h + b), then softcap * tanh(. / softcap)."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, path: str, scale: float = 1.0, softcap: float | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, path: str, scale: float = 1.0, softcap: float | None = None
+    ) -> None:
         self.weight, self.bias, self.path, self.scale, self.softcap = weight, bias, path, scale, softcap
 
     def _matrices(self, weights: AdapterWeights | None) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -103,7 +105,7 @@ class Head:
     def _again(self, task: HeadTask, g, rows, targets, hidden, dhidden, chunk_rows: int) -> None:
         """Backward of a task whose gradient was known only after all its logprobs: compute its weighted rows a second time."""
         used = torch.unique_consecutive(rows[g != 0])
-        for part in used.split(chunk_rows):
+        for part in used.split(chunk_rows) if len(used) else ():
             h = hidden[F.pad(part, (0, max(0, MIN_ROWS - len(part))), value=int(part[0]))]
             scores, slope = self._log_softmax(h, [RowGroup(0, len(part), task.weights)])
             cells = (g != 0) & (rows >= part[0]) & (rows <= part[-1])

@@ -84,7 +84,7 @@ def _forward(x: torch.Tensor, layer: LoraLinear, route: Route) -> tuple[torch.Te
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, anchor, layer, route):  # noqa: ARG004
+    def forward(ctx, x, anchor, layer, route):
         y, hidden = _forward(x, layer, route)
         ctx.save_for_backward(x, *hidden)
         ctx.layer, ctx.route = layer, route

@@ -13,6 +13,7 @@ from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.head import HeadTask
 from spindle.compute.lora import MIN_ROWS, RowGroup
 from spindle.compute.model import BaseModel
+from spindle.errors import UserError
 from spindle.types import AdamParams, DimuonParams
 
 __all__ = ["DeviceWorker"]
@@ -23,11 +24,13 @@ class _Task:
 
     def __init__(self, segment: Segment, batch: MicroBatch, device: torch.device) -> None:
         self.segment = segment
-        self.loss = losses.get(segment.loss_fn)
+        self.loss = losses.get(segment.loss_fn, segment.config)
         self.inputs = {name: x.to(device, non_blocking=True) for name, x in segment.inputs.items()}
-        widths = np.maximum(batch.widths[segment.seqs], 1) * batch.lengths[segment.seqs]
-        self.sequences = np.concatenate([[0], np.cumsum(widths)])  # [s + 1] cell offsets within the segment
+        widths = batch.widths[segment.seqs]
+        cells = np.maximum(widths, 1) * batch.lengths[segment.seqs]
+        self.sequences = losses.Sequences(np.concatenate([[0], np.cumsum(cells)]), widths)
         self.value: torch.Tensor | float = 0.0
+        self.error: UserError | None = None
 
     def evaluate(self, p: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
         """Loss per cell of the cells [lo, hi) of the segment, whose logprobs are p."""
@@ -37,16 +40,29 @@ class _Task:
         return cells
 
     def gradient(self, p: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-        with torch.enable_grad():
-            leaf = p.detach().clone().requires_grad_()
-            total = self.evaluate(leaf, lo, hi).sum()
-            return torch.autograd.grad(total, leaf)[0] if total.requires_grad else torch.zeros_like(p)
+        """dloss/dp of those cells; zeros when the loss refuses them, which fails this segment alone."""
+        try:
+            with torch.enable_grad():
+                leaf = p.detach().clone().requires_grad_()
+                total = self.evaluate(leaf, lo, hi).sum()
+                return torch.autograd.grad(total, leaf)[0] if total.requires_grad else torch.zeros_like(p)
+        except UserError as error:
+            self.error = error
+            return torch.zeros_like(p)
 
-    def metrics(self, p: torch.Tensor) -> dict[str, float]:
-        if not self.segment.backward:
-            self.evaluate(p, 0, len(p))
-        more = self.loss.metrics(p, self.inputs, self.segment.config, self.sequences) if self.loss.metrics else {}
-        return {"loss:sum": float(self.value)} | more
+    def result(self, p: torch.Tensor, host: torch.Tensor, grad: torch.Tensor | None) -> SegmentResult:
+        """p: the segment's logprobs on the device; host: the same on the host."""
+        metrics: dict[str, float] = {}
+        try:
+            if not self.segment.backward:
+                self.evaluate(p, 0, len(p))
+            if self.error is None:
+                metrics = {"loss:sum": float(self.value)}
+                if self.loss.metrics is not None:
+                    metrics |= self.loss.metrics(p, self.inputs, self.segment.config, self.sequences)
+        except UserError as error:
+            self.error = error
+        return SegmentResult(self.segment, host, metrics, None if self.error else grad, self.error)
 
 
 class DeviceWorker:
@@ -57,7 +73,10 @@ class DeviceWorker:
         self.device = model.device
 
     def run(self, batch: MicroBatch) -> list[SegmentResult]:
-        """One result per segment, in order. Adapters are only read; a failure leaves nothing behind."""
+        """One result per segment, in order. Adapters are only read; a failure leaves nothing behind.
+
+        What a loss finds wrong with its own segment comes back as that result's ``error``; its neighbours are not touched.
+        """
         model, device = self.model, self.device
         tokens, positions, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.positions, batch.targets))
         lengths, short = list(batch.lengths), MIN_ROWS - len(tokens)
@@ -89,11 +108,8 @@ class DeviceWorker:
         logprobs, dhidden = model.head.run(hidden.detach(), head_tasks, cell_rows, targets)
         if hidden.requires_grad:
             hidden.backward(dhidden)
-        metrics = [task.metrics(logprobs[s.cells]) for s, task in zip(batch.segments, tasks, strict=True)]
         host = logprobs.cpu()
-        return [
-            SegmentResult(s, host[s.cells], m, g.grad) for s, m, g in zip(batch.segments, metrics, groups, strict=True)
-        ]
+        return [t.result(logprobs[s.cells], host[s.cells], g.grad) for s, t, g in zip(batch.segments, tasks, groups, strict=True)]
 
     def accumulate(self, adapter: Adapter, grad: torch.Tensor) -> None:
         """Add a segment's flat gradient to the adapter's, which takes ``grad`` over when it is the first."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spindle.errors import InvalidRequest
-from spindle.losses.base import Loss
+from spindle.losses.base import Config, Loss
+from spindle.losses.custom import find_custom
 
 if TYPE_CHECKING:
     from spindle.codec import ScannedRequest
@@ -26,11 +27,13 @@ def register(loss: Loss) -> None:
 
 def names() -> list[str]:
     """The registered losses."""
-    return sorted(_LOSSES)
+    return sorted([*_LOSSES, "custom"])
 
 
-def get(name: str) -> Loss:
-    """The loss of that name. Raises InvalidRequest with the names there are."""
+def get(name: str, config: Config | None = None) -> Loss:
+    """The loss of that name; for ``custom`` the one that config's loss_id names. Raises InvalidRequest with the names there are."""
+    if name == "custom":
+        return find_custom((config or {}).get("loss_id"))
     try:
         return _LOSSES[name]
     except KeyError:
@@ -64,7 +67,7 @@ def check(request: ScannedRequest) -> dict[str, float | str]:
         return InvalidRequest(text, request.model_id, request.seq_id)
 
     try:
-        loss = get(request.loss_fn)
+        loss = get(request.loss_fn, request.loss_fn_config)
     except InvalidRequest as error:
         raise fail(str(error)) from None
     try:
@@ -79,9 +82,11 @@ def check(request: ScannedRequest) -> dict[str, float | str]:
     mine = {*loss.required, *loss.optional}
     met = list(request.input_names)
     for name in met:
-        if name not in known and name not in mine:
+        if name in loss.supplied or (name not in known and name not in mine):
             datum = int(np.flatnonzero(np.asarray(request.input_widths(name)) >= 0)[0])
-            raise fail(f"datum {datum}: loss_fn_inputs has {name!r}, which no loss knows; {loss.name} takes {', '.join(sorted(mine | {TARGETS}))}")
+            raise fail(
+                f"datum {datum}: loss_fn_inputs has {name!r}, which no loss knows; {loss.name} takes {', '.join(sorted(mine | {TARGETS}))}"
+            )
     for name in loss.required:
         absent = np.flatnonzero(np.asarray(request.input_widths(name)) < 0) if name in met else [0]
         if len(absent):

@@ -46,9 +46,9 @@ def pack(requests: list[Request]) -> MicroBatch:
     tokens, positions, targets, lengths, widths, segments = [], [], [], [], [], []
     rows = cells = seqs = 0
     for r in requests:
-        loss = losses.get(r.loss_fn)
+        loss = losses.get(r.loss_fn, r.config)
         inputs = {}
-        for name in (*loss.required, *loss.optional):
+        for name in (*loss.required, *loss.optional, *loss.supplied):
             if name in loss.optional and not any(name in i.inputs for i in r.items):
                 values = [np.full(i.targets.size, loss.optional[name]) for i in r.items]
             else:
