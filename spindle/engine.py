@@ -28,6 +28,7 @@ from spindle.handle import AdapterHandle
 from spindle.io_loop import IoLoop
 from spindle.operations import LoadState, Operation, OptimStep, SaveState
 from spindle.residency import AdapterPool, Resident
+from spindle.sampled import recorded_logprobs
 from spindle.sampling import Sampler, SampleRecords, SampleRequest
 from spindle.scheduler import Item, Kind, Scheduler, SchedulerConfig
 from spindle.store import checkpoint
@@ -123,6 +124,7 @@ class Engine:
         self.records = SampleRecords()
         self.pool = AdapterPool(adapter_device_bytes, adapter_host_bytes)
         self._residents: dict[str, Resident] = {}
+        self._homes: dict[str, int] = {}  # device of every name in use, from before its adapter is made
         self._lock = threading.Lock()
         self._closed = False
         self._started_at = time.monotonic()
@@ -152,14 +154,15 @@ class Engine:
         optimizer: Literal["adamw", "dimuon"] = "adamw",
         model_id: str | None = None,
         client: str = "local",
+        session: str | None = None,
         state: str | Path | None = None,
         with_optimizer: bool = False,
     ) -> AdapterHandle:
         """A fresh LoRA adapter: A as PEFT initialises it (from ``seed``; the same seed gives the same bits), B zero.
 
         state: start from this checkpoint directory of the same shape instead; ``with_optimizer``: and from its optimizer state.
-
-        client: whose account in the fair schedule it runs on. Raises UserError naming the field for an impossible shape.
+        client: whose account in the fair schedule it runs on. session: whose recorded samples ``stable_reinforce`` may read.
+        Raises UserError naming the field for an impossible shape, or what the checkpoint lacks.
         """
         if not isinstance(rank, int) or not 1 <= rank <= 4096:
             raise UserError(f"rank: got {rank!r}; allowed is a whole number from 1 to 4096")
@@ -169,25 +172,39 @@ class Engine:
             raise UserError(f"optimizer: got {optimizer!r}; allowed are {', '.join(OPTIMIZERS)}")
         lora = LoraConfig(rank, alpha, seed, train_mlp, train_attn, train_unembed)
         model_id = model_id or f"adapter-{uuid.uuid4().hex[:12]}"
-        with self._lock:
-            if self._closed:
-                raise EngineClosed("the engine is closed")
-            if model_id in self._residents:
-                raise UserError(f"model_id: {model_id!r} is already in use")
-            counts = [0] * len(self._loops)
-            for other in self._residents.values():
-                counts[other.home] += 1
-            home = counts.index(min(counts))
+        home = self._reserve(model_id)
+        try:
             adapter = Adapter(self.model.layout(lora), self._loops[home].executor.worker.device)
             if state is None:
                 adapter.init(seed if seed is not None else int.from_bytes(os.urandom(7), "little"))
             else:
                 loaded = checkpoint.load_adapter(state, adapter.layout, with_optimizer)
                 adapter.load(loaded.params, loaded.optimizer)
-            self._residents[model_id] = resident = Resident(model_id, client, adapter, home, optimizer)
+        except BaseException:
+            with self._lock:
+                del self._homes[model_id]
+            raise
+        resident = Resident(model_id, client, adapter, home, optimizer, session)
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
             self.pool.add(resident)
             self.scheduler.add_adapter(model_id, client, home)
+            self._residents[model_id] = resident
         return AdapterHandle(self, model_id, lora)
+
+    def _reserve(self, model_id: str) -> int:
+        """Take a name; returns the device with the fewest adapters."""
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            if model_id in self._homes:
+                raise UserError(f"model_id: {model_id!r} is already in use")
+            counts = [0] * len(self._loops)
+            for home in self._homes.values():
+                counts[home] += 1
+            self._homes[model_id] = counts.index(min(counts))
+            return self._homes[model_id]
 
     def unload(self, model_id: str) -> None:
         """Forget an adapter and free what it holds; requests of it that have not started fail."""
@@ -195,6 +212,7 @@ class Engine:
             resident = self._residents.pop(model_id, None)
             if resident is None:
                 raise NotFound(f"no adapter {model_id!r}")
+            del self._homes[model_id]
         self.pool.remove(resident)
         self.scheduler.remove_adapter(model_id, NotFound(f"adapter {model_id!r} was unloaded before this request ran"))
 
@@ -226,6 +244,13 @@ class Engine:
         item = Item(request.model_id, request.seq_id, Kind.TRAIN, future, fingerprint=bytes(request.fingerprint), nbytes=request.nbytes)
         item.cut(np.asarray(request.lengths), self.config.token_budget)
         item.payload = Training.of(request, config, resident)
+        if losses.get(request.loss_fn, config).supplied:
+            try:
+                item.payload.supplied["sampler_logprobs"] = recorded_logprobs(
+                    request, item.payload.cell_starts, self.records, resident.session
+                )
+            except UserError as error:
+                return self.reject(request.model_id, request.seq_id, error)
         return self.scheduler.put(item)
 
     def submit(self, body: Any, content_encoding: str | None = None) -> Future[bytes]:

@@ -7,16 +7,16 @@ request, ``"server"`` when only the operator can.
 from __future__ import annotations
 
 __all__ = [
+    "Cancelled",
+    "Conflict",
+    "EngineClosed",
+    "InvalidRequest",
+    "MalformedBody",
+    "NotFound",
+    "Overloaded",
+    "ServerError",
     "SpindleError",
     "UserError",
-    "MalformedBody",
-    "InvalidRequest",
-    "NotFound",
-    "Conflict",
-    "Overloaded",
-    "Cancelled",
-    "EngineClosed",
-    "ServerError",
 ]
 
 

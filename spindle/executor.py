@@ -107,7 +107,7 @@ class Training:
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of blocks that came early
     next_grad: int = 0
     grad: torch.Tensor | None = None
-    extra: dict[str, np.ndarray] = field(default_factory=dict)  # inputs that the engine adds, [cells] float32 in input order
+    supplied: dict[str, np.ndarray] = field(default_factory=dict)  # inputs that the engine adds, [cells] float32 in input order
 
     @classmethod
     def of(cls, request: codec.ScannedRequest, config: dict[str, float | str], resident: Resident) -> Training:
@@ -169,8 +169,8 @@ class Executor:
             training: Training = block.item.payload
             request = training.request
             rows, here = slice(row, row + block.tokens), slice(cell, cell + count)
-            loss = losses.get(request.loss_fn)
-            defaults = {name: None for name in loss.required if name not in ("target_tokens", *training.extra)} | dict(loss.optional)
+            loss = losses.get(request.loss_fn, training.config)
+            defaults = dict.fromkeys(loss.required) | dict(loss.optional)
             names = set(request.input_names)
             inputs = {
                 name: (self._empty(count, torch.float32), default)
@@ -186,7 +186,7 @@ class Executor:
                 seqs=slice(seq, seq + len(block.datums)),
                 rows=rows,
                 cells=here,
-                inputs={name: tensor for name, (tensor, _) in inputs.items()} | self._extra_inputs(training, block),
+                inputs={name: tensor for name, (tensor, _) in inputs.items()} | self._supplied_inputs(training, block),
                 tag=block,
             )
             batch.segments.append(segment)
@@ -194,11 +194,11 @@ class Executor:
         self.seconds["fill"] += time.perf_counter() - started
         return batch
 
-    def _extra_inputs(self, training: Training, block: Block) -> dict[str, torch.Tensor]:
+    def _supplied_inputs(self, training: Training, block: Block) -> dict[str, torch.Tensor]:
         starts = training.cell_starts
         return {
             name: torch.from_numpy(np.concatenate([values[starts[d] : starts[d + 1]] for d in block.datums.tolist()]))
-            for name, values in training.extra.items()
+            for name, values in training.supplied.items()
         }
 
     def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -239,6 +239,7 @@ class Executor:
         """A filled block is over: put its result in its place, or fail its request; commit what is whole; let what waits go on."""
         item = block.item
         training: Training = item.payload
+        error = error or (result.error if result is not None else None)
         if error is not None:
             self.scheduler.fail(item, error)
         with training.resident.lock:

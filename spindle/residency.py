@@ -30,6 +30,7 @@ class Resident:
     adapter: Adapter
     home: int  # device index
     optimizer: str = "adamw"
+    session: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     users: int = 0
     place: str = "device"  # or "host", "disk"

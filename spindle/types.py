@@ -15,8 +15,8 @@ __all__ = [
     "ForwardBackwardOutput",
     "LoraConfig",
     "OptimStepOutput",
-    "SampledSequence",
     "SampleOutput",
+    "SampledSequence",
     "SamplingParams",
     "TensorData",
 ]

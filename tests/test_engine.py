@@ -10,8 +10,10 @@ import torch
 
 import spindle
 from spindle import AdamParams, Datum, SchedulerConfig, codec
+from spindle.codec import wire_pb2
 from spindle.compute.model import BaseModel
 from spindle.errors import Conflict, EngineClosed, InvalidRequest, MalformedBody, NotFound, ServerError, UserError
+from spindle.operations import OptimStep, Publish
 from tests.tiny import VOCAB, tiny_llama
 
 
@@ -298,3 +300,57 @@ def test_close_ends_every_thread_and_fails_what_waits(model):
     with pytest.raises((EngineClosed, NotFound)):
         adapter.forward([datum(3)])
     assert threads() == before
+
+
+def spanned(adapter, seq_id, prompt, sequence, sequence_id, advantages, offset=0):
+    """A body of one datum whose sampled tokens are named by a span. Position i predicts what follows token i."""
+    tokens = np.concatenate([prompt, sequence])
+    n = len(tokens) - 1
+    q = np.zeros(n, np.float32)  # what the client says: not used
+    one = Datum(tokens[:-1], {"target_tokens": tokens[1:], "logprobs": q, "advantages": advantages})
+    message = wire_pb2.ForwardBackwardRequest.FromString(codec.encode_request(adapter.model_id, seq_id, [one], "stable_reinforce"))
+    for spans in (message.data[0].model_input_spans, message.data[0].loss_fn_input_spans):
+        spans.add().prompt_tokens.length = len(prompt) - 1
+        named = spans.add().sampled_tokens
+        named.sequence_id, named.offset, named.length = sequence_id, offset, len(sequence)
+    return message.SerializeToString()
+
+
+def test_stable_reinforce_reads_what_our_sampler_recorded(engine):
+    adapter = engine.create_adapter(rank=4, seed=1, session="s")
+    snapshot = engine.submit_operation(adapter.model_id, 1, Publish()).result(60)
+    prompt = np.array([5, 6, 7])
+    params = spindle.SamplingParams(max_tokens=6, stop=[], seed=3)
+    sampled = engine.sample(snapshot, prompt, params, record_stability_info=True, sequence_ids=["q1"], session="s").result(60).sequences[0]
+    advantages = np.array([0, 0] + [1.0] * 6, np.float32)
+    answer = engine.submit(spanned(adapter, 2, prompt, sampled.tokens, "q1", advantages)).result(60)
+    output = codec.decode_forward_backward(answer)
+    p = output.loss_fn_outputs[0]["logprobs"][2:]
+    assert np.allclose(p, sampled.logprobs, atol=1e-5)
+    assert output.loss == pytest.approx(-p.sum(), rel=1e-4), "on policy: r = 1, no pull"
+    step = engine.submit_operation(adapter.model_id, 3, OptimStep(AdamParams()))
+    assert step.result(60).metrics["grad_norm"] > 0
+    for seq_id, (body, text) in enumerate(
+        [
+            ((sampled.tokens, "q2", advantages), "datum 0: loss_fn_input_spans: sequence_id 'q2' names no recorded sample"),
+            ((sampled.tokens, "q1", advantages, 1), r"\[1, 7\) of sequence 'q1', which has 6 sampled tokens"),
+            ((sampled.tokens, "q1", np.ones(8, np.float32)), "advantages: not 0 at a token that no sampled_tokens span covers"),
+        ],
+        start=4,
+    ):
+        with pytest.raises(InvalidRequest, match=text):
+            engine.submit(spanned(adapter, seq_id, prompt, *body)).result(60)
+    other = engine.create_adapter(rank=4, seed=1, session="t")
+    with pytest.raises(InvalidRequest, match="names no recorded sample of this session"):
+        engine.submit(spanned(other, 1, prompt, sampled.tokens, "q1", advantages)).result(60)
+
+
+def test_a_sample_does_not_wait_for_anothers_whole_step(model):
+    with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=64)) as engine:
+        adapter = engine.create_adapter(rank=4, seed=1)
+        long = adapter.forward_backward([datum(64, seed=i) for i in range(60)])
+        sampled = engine.sample(None, [1, 2, 3], spindle.SamplingParams(max_tokens=4, stop=[]))
+        sampled.result(60)
+        assert not long.done()
+        long.result(60)
+        assert engine.stats()["micro_batches"] == 60
