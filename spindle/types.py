@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+
+from spindle.errors import UserError
 
 __all__ = [
     "AdamParams",
@@ -72,6 +75,19 @@ class LoraConfig:
     train_unembed: bool = True
 
 
+def _check_numbers(params: Any, **below: float) -> None:
+    """Every field is a finite number from 0 up, below its bound in ``below``. Raises UserError naming the field."""
+    for item in fields(params):
+        value = getattr(params, item.name)
+        if value is None and item.default is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        bound = below.get(item.name, math.inf)
+        if not number or not 0.0 <= value < bound or not math.isfinite(value):
+            allowed = "a finite number, 0 or more" if bound == math.inf else f"a number from 0 up, below {bound:g}"
+            raise UserError(f"{item.name}: got {value!r}; allowed is {allowed}")
+
+
 @dataclass(frozen=True)
 class AdamParams:
     """Settings of one AdamW step, as ``torch.optim.AdamW`` means them. ``grad_clip_norm`` 0 means no clipping."""
@@ -83,6 +99,9 @@ class AdamParams:
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_numbers(self, beta1=1.0, beta2=1.0)
+
 
 @dataclass(frozen=True)
 class DimuonParams:
@@ -93,6 +112,9 @@ class DimuonParams:
     grad_clip_norm: float = 0.0
     damping: float | None = None
     rank_lr_correction_exponent: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, beta1=1.0)
 
 
 @dataclass(frozen=True)
