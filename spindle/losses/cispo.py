@@ -1,5 +1,7 @@
-"""cispo: sum of -sg(clip(r, low, high)) A p w, with r = exp(p - q) and sg the stop-gradient. Servers disagree about the default bounds; ours
-are 0 and 4."""
+"""cispo: sum of -sg(clip(r, low, high)) A p w, with r = exp(p - q) and sg the stop-gradient.
+
+Servers disagree about the default bounds; ours are 0 and 4.
+"""
 
 from __future__ import annotations
 

@@ -21,12 +21,50 @@ MAX_NODES = 512
 MAX_ELEMENTS = 1 << 24  # of one result; all results of a graph together may have 16 times as many
 MAX_DEPTH = 8  # of nested arguments
 
-_SHARED = ["abs", "add", "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "atan2", "ceil", "clamp", "clamp_max", "clamp_min", "clone", "contiguous", "cos", "cosh", "cummax", "cumprod", "cumsum", "detach", "diff", "div", "divide", "dot", "eq", "erf", "erfc", "exp", "exp2", "expand_as", "expm1", "fill", "flatten", "flip", "floor", "floor_divide", "fmod", "frac", "gather", "ge", "greater", "greater_equal", "gt", "heaviside", "hypot", "index_add", "index_select", "isfinite", "isinf", "isnan", "isclose", "le", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "log_softmax", "logaddexp", "logcumsumexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsumexp", "lt", "masked_fill", "matmul", "max", "maximum", "mean", "median", "min", "minimum", "mul", "multiply", "nan_to_num", "narrow", "ne", "neg", "negative", "nansum", "nanmean", "norm", "not_equal", "ones_like", "zeros_like", "full_like", "permute", "pow", "prod", "quantile", "reciprocal", "relu", "remainder", "reshape", "roll", "round", "rsqrt", "rsub", "scatter", "scatter_add", "select", "sigmoid", "sign", "sin", "sinh", "softmax", "sort", "sqrt", "square", "squeeze", "std", "sub", "subtract", "sum", "swapaxes", "t", "take", "tan", "tanh", "tile", "topk", "transpose", "tril", "triu", "true_divide", "trunc", "unsqueeze", "var", "where", "xlogy", "movedim"]
-_ONLY_METHODS = ["bool", "dim", "double", "expand", "float", "half", "int", "long", "ndimension", "new_ones", "new_zeros", "new_full", "numel", "repeat", "size", "to", "type_as", "view", "view_as", "__and__", "__or__", "__invert__"]
-_ONLY_FUNCTIONS = ["arange", "cat", "concat", "full", "ones", "stack", "tensor", "zeros", "where", "broadcast_to"]
-_NN = ["relu", "sigmoid", "silu", "gelu", "softplus", "logsigmoid", "softmax", "log_softmax", "elu", "leaky_relu", "tanh", "smooth_l1_loss", "mse_loss", "huber_loss", "normalize", "pad"]
-_OPERATORS = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "invert", "inv", "getitem", "matmul"]
-_MATH = ["exp", "log", "log2", "log10", "log1p", "expm1", "sqrt", "sin", "cos", "tan", "tanh", "sinh", "cosh", "floor", "ceil", "fabs", "erf", "erfc", "isfinite", "isinf", "isnan", "pow", "atan2"]
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_SHARED = _words(
+    """
+    abs add all amax amin any argmax argmin argsort atan2 ceil clamp clamp_max clamp_min clone contiguous cos cosh cummax cumprod cumsum
+    detach diff div divide dot eq erf erfc exp exp2 expand_as expm1 fill flatten flip floor floor_divide fmod frac gather ge greater
+    greater_equal gt heaviside hypot index_add index_select isfinite isinf isnan isclose le lerp less less_equal lgamma log log10 log1p
+    log2 log_softmax logaddexp logcumsumexp logical_and logical_not logical_or logical_xor logit logsumexp lt masked_fill matmul max
+    maximum mean median min minimum mul multiply nan_to_num narrow ne neg negative nansum nanmean norm not_equal ones_like zeros_like
+    full_like permute pow prod quantile reciprocal relu remainder reshape roll round rsqrt rsub scatter scatter_add select sigmoid sign
+    sin sinh softmax sort sqrt square squeeze std sub subtract sum swapaxes t take tan tanh tile topk transpose tril triu true_divide
+    trunc unsqueeze var where xlogy movedim
+    """
+)
+_ONLY_METHODS = _words(
+    """
+    bool dim double expand float half int long ndimension new_ones new_zeros new_full numel repeat size to type_as view view_as __and__
+    __or__ __invert__
+    """
+)
+_ONLY_FUNCTIONS = _words(
+    """
+    arange cat concat full ones stack tensor zeros where broadcast_to
+    """
+)
+_NN = _words(
+    """
+    relu sigmoid silu gelu softplus logsigmoid softmax log_softmax elu leaky_relu tanh smooth_l1_loss mse_loss huber_loss normalize pad
+    """
+)
+_OPERATORS = _words(
+    """
+    add sub mul truediv floordiv mod pow neg pos abs eq ne lt le gt ge and_ or_ xor invert inv getitem matmul
+    """
+)
+_MATH = _words(
+    """
+    exp log log2 log10 log1p expm1 sqrt sin cos tan tanh sinh cosh floor ceil fabs erf erfc isfinite isinf isnan pow atan2
+    """
+)
+_FORBIDDEN = {"out", "generator", "pin_memory", "requires_grad", "names"}
 _ATTRIBUTES = {"shape", "ndim", "dtype", "device", "T", "mT"}
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.bool, torch.int32, torch.int64, torch.bfloat16)}
 _DTYPES |= {"float": torch.float32, "double": torch.float64, "int": torch.int32, "long": torch.int64}
@@ -74,6 +112,8 @@ class Graph:
                 raise InvalidRequest(f"graph: node {name!r} is a {op!r}; placeholder, call_function, call_method and output are allowed")
             if (op == "output") != (at == len(nodes) - 1):
                 raise InvalidRequest(f"graph: node {name!r}: the last node, and only that, must be the output")
+            for key in _FORBIDDEN & set(node.get("kwargs", {})):
+                raise InvalidRequest(f"graph: node {name!r}: the argument {key!r} is not allowed")
             _check_argument(name, [node.get("args", []), list(node.get("kwargs", {}).values())], names, 0)
             names.add(name)
         if placeholders != list(inputs):
@@ -100,6 +140,10 @@ class Graph:
             try:
                 args = [_decode(a, results, device) for a in node.get("args", [])]
                 kwargs = {k: _decode(a, results, device) for k, a in node.get("kwargs", {}).items()}
+                if "device" in kwargs:
+                    kwargs["device"] = device
+                if target == "to" and any(isinstance(a, str) for a in args):
+                    args = [device if isinstance(a, str) else a for a in args]
                 if op == "placeholder":
                     out = values[target]
                 elif op == "output":

@@ -92,6 +92,7 @@ END = node("output", "output", "output", {"tuple": [{"ref": "x"}, {"dict": {}}]}
         (node("call_method", "x", "numpy", {"ref": "logprobs"}), "calls 'numpy'"),
         (node("call_method", "x", "add_", {"ref": "logprobs"}, 1), "calls 'add_'"),
         (node("call_method", "x", "register_hook", {"ref": "logprobs"}), "calls 'register_hook'"),
+        (node("call_function", "x", "torch.add", 1, 2, out={"ref": "logprobs"}), "the argument 'out' is not allowed"),
         (node("get_attr", "x", "weight"), "node 'x' is a 'get_attr'"),
         (node("call_module", "x", "net"), "node 'x' is a 'call_module'"),
         (node("call_method", "x", "sum", {"ref": "later"}), "refers to 'later', which is no earlier node"),
@@ -115,6 +116,7 @@ def test_graphs_that_are_refused(middle, text):
         (node("call_function", "x", "operator.pow", 10, 1 << 40), "exponent"),
         (node("call_function", "x", "torch.zeros", 1 << 40), "makes 1099511627776 elements; at most 16777216 are allowed"),
         (node("call_method", "x", "expand_as", {"ref": "logprobs"}, 3), "node 'x' (expand_as)"),
+        (node("call_function", "x", "torch.zeros", 3, device="cuda:7"), "the loss must be a scalar"),
         (node("call_function", "x", "torch.zeros", 3, device={"device": "cuda:7"}), "the loss must be a scalar"),
     ],
 )
