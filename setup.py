@@ -103,10 +103,15 @@ def extensions() -> list[Extension]:
     from Cython.Build import cythonize
     from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 
-    ParallelCompile("SPINDLE_BUILD_JOBS").install()
     strict = ["-Wall", "-Wextra", "-Werror"] if os.environ.get("CI") or os.environ.get("SPINDLE_WERROR") else ["-Wall", "-Wextra"]
     sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp"))
     headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.h*"))
+    newest_header = max((os.stat(ROOT / header).st_mtime for header in headers), default=0.0)
+
+    def stale(obj: str, source: str) -> bool:
+        return os.stat(obj).st_mtime < max(os.stat(source).st_mtime, newest_header)
+
+    ParallelCompile("SPINDLE_BUILD_JOBS", needs_recompile=stale).install()
     codec = Pybind11Extension(
         "spindle.codec._codec",
         sources,
