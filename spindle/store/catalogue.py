@@ -106,7 +106,7 @@ _JSON = {"tags", "user_metadata", "lora", "optimizer"}
 
 
 def _decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    values = {name: row[name] for name in row.keys()}
+    values = {name: row[name] for name in row.keys()}  # noqa: SIM118 (a Row iterates over values)
     for name in _JSON & values.keys():
         values[name] = None if values[name] is None else json.loads(values[name])
     if "public" in values:
@@ -344,7 +344,7 @@ def _encode(value: Any) -> str | None:
 def _lock_directory(directory: Path) -> Any:
     import fcntl
 
-    file = open(directory / "in-use", "w")
+    file = open(directory / "in-use", "w")  # noqa: SIM115 (held while the catalogue is open)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

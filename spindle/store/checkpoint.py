@@ -1,9 +1,9 @@
 """One adapter on disk, in PEFT's layout, so that peft, vLLM and SGLang load it as it is.
 
-    adapter_config.json          what PEFT needs
-    adapter_model.safetensors    float32 LoRA matrices under PEFT's names
-    optimizer.safetensors        exp_avg and exp_avg_sq per matrix (only when saved with the optimizer)
-    spindle.json                 LoRA shape, order of the flat buffer, step count, metadata
+adapter_config.json          what PEFT needs
+adapter_model.safetensors    float32 LoRA matrices under PEFT's names
+optimizer.safetensors        exp_avg and exp_avg_sq per matrix (only when saved with the optimizer)
+spindle.json                 LoRA shape, order of the flat buffer, step count, metadata
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Layout(Protocol):
     def numel(self) -> int: ...
     @property
     def target_modules(self) -> tuple[str, ...]: ...
+    @property
+    def target_parameters(self) -> tuple[str, ...]: ...
 
 
 class OptimizerState(NamedTuple):
@@ -148,6 +150,7 @@ def _peft_config(layout: Layout, base_model: str) -> dict[str, Any]:
         "r": layout.lora.rank,
         "lora_alpha": layout.lora.alpha,
         "target_modules": sorted(layout.target_modules),
+        "target_parameters": sorted(layout.target_parameters) or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -67,7 +67,7 @@ def read_flat(path: str | os.PathLike[str], slots: Sequence[Slot], numel: int, p
     flat = np.zeros(numel, np.float32)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            names = {name.removeprefix(prefix) for name in file.keys() if name.startswith(prefix)}
+            names = {name.removeprefix(prefix) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
             _check_names(path, names, {slot.name for slot in slots})
             for slot in slots:
                 tensor = file.get_tensor(prefix + slot.name)

@@ -28,6 +28,7 @@ class Layout:
     slots: tuple[Slot, ...]
     numel: int
     target_modules: tuple[str, ...] = ("q_proj",)
+    target_parameters: tuple[str, ...] = ()
 
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj."
@@ -108,7 +109,7 @@ def test_a_damaged_checkpoint_says_which_file(tmp_path):
     save(tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ServerError, match="cannot read .*adapter_model.safetensors"):
+    with pytest.raises(ServerError, match=r"cannot read .*adapter_model\.safetensors"):
         load_adapter(tmp_path / "a")
 
 

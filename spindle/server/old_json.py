@@ -1,0 +1,107 @@
+"""The JSON bodies that old clients send for forward and forward_backward, rewritten as the protobuf that everything else reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from spindle import codec
+from spindle.errors import InvalidRequest
+from spindle.server.bodies import Strict, decode
+from spindle.server.ordered import Address
+from spindle.types import Datum, TensorData
+
+__all__ = ["JsonTensor", "Prompt", "training_body"]
+
+
+class Chunk(msgspec.Struct):
+    """``tokens`` of an encoded_text chunk; other types are refused by whoever reads the prompt."""
+
+    tokens: list[int] = []
+    type: str = "encoded_text"
+
+
+class Prompt(msgspec.Struct):
+    chunks: list[Chunk]
+
+    def tokens(self) -> np.ndarray:
+        """[n] int64. Raises InvalidRequest for chunks that are not text."""
+        for index, chunk in enumerate(self.chunks):
+            if chunk.type != "encoded_text":
+                raise InvalidRequest(f"chunk {index} is of type {chunk.type[:100]!r}, which is not supported: only encoded_text is")
+        try:
+            return np.array([token for chunk in self.chunks for token in chunk.tokens], dtype=np.int64)
+        except OverflowError:
+            raise InvalidRequest("a token id does not fit 64 bits") from None
+
+
+class JsonTensor(Strict):
+    """A tensor in JSON: flat data, and CSR indices when it is sparse."""
+
+    data: list[int | float]
+    dtype: str
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+    def value(self, name: str) -> TensorData:
+        if self.dtype not in ("float32", "int64"):
+            raise InvalidRequest(f"{name}: dtype is {self.dtype[:100]!r}, allowed: float32, int64")
+        try:
+            data = np.array(self.data, dtype=self.dtype)
+        except (OverflowError, ValueError, TypeError):
+            raise InvalidRequest(f"{name}: a value does not fit {self.dtype}") from None
+        if self.dtype == "int64" and any(isinstance(value, float) for value in self.data):
+            raise InvalidRequest(f"{name}: dtype is int64 but the data holds fractions")
+        if self.sparse_crow_indices is None and self.sparse_col_indices is None:
+            shape = self.shape or [data.size]
+            if int(np.prod(shape)) != data.size or min(shape, default=1) < 0:
+                raise InvalidRequest(f"{name}: {data.size} values do not fill the shape {shape}")
+            return TensorData(data.reshape(shape))
+        if self.sparse_crow_indices is None or self.sparse_col_indices is None or self.shape is None:
+            raise InvalidRequest(f"{name}: a sparse tensor needs shape, sparse_crow_indices and sparse_col_indices")
+        try:
+            crow, col = np.array(self.sparse_crow_indices, np.int64), np.array(self.sparse_col_indices, np.int64)
+        except OverflowError:
+            raise InvalidRequest(f"{name}: an index does not fit 64 bits") from None
+        return TensorData(data, tuple(self.shape), crow, col)
+
+
+class JsonDatum(msgspec.Struct):
+    model_input: Prompt
+    loss_fn_inputs: dict[str, JsonTensor]
+
+
+class JsonTraining(msgspec.Struct):
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class JsonRequest(msgspec.Struct):
+    model_id: str
+    seq_id: int | None = None
+    forward_backward_input: JsonTraining | None = None
+    forward_input: JsonTraining | None = None
+
+
+def training_body(body: bytes, forward_only: bool) -> bytes:
+    """The protobuf twin of a JSON body. Raises MalformedBody, or InvalidRequest carrying model_id and seq_id when it names them."""
+    address = decode(Address, body)
+    try:
+        request = decode(JsonRequest, body)
+        given: Any = request.forward_input or request.forward_backward_input
+        if given is None:
+            raise InvalidRequest("the body has neither forward_backward_input nor forward_input")
+        data = [
+            Datum(
+                datum.model_input.tokens(), {name: tensor.value(f"data[{index}].{name}") for name, tensor in datum.loss_fn_inputs.items()}
+            )
+            for index, datum in enumerate(given.data)
+        ]
+        return codec.encode_request(request.model_id, request.seq_id or 0, data, given.loss_fn, given.loss_fn_config, forward_only)
+    except InvalidRequest as error:
+        error.model_id, error.seq_id = address.model_id, address.seq_id or 0
+        raise
