@@ -158,16 +158,18 @@ def train(
     steps = epochs * -(-len(data) // BATCH)
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("train", total=steps, loss=float("nan"), rate=0.0)
-        for _ in range(epochs):
+        for epoch in range(epochs):
             shuffled = order.sample(data, len(data))
             for start in range(0, len(shuffled), BATCH):
                 step(tinker, client, url, shuffled[start : start + BATCH], learning_rate, measured)
                 rate = measured.tokens / sum(measured.step_s)
                 progress.update(bar, advance=1, loss=measured.loss[-1], rate=rate)
+            if not console.is_terminal:  # a log cannot show a bar that moves
+                console.print(f"epoch {epoch + 1} of {epochs}: loss {measured.loss[-1]:.3f}, {rate:.0f} tokens/s")
     after = ask(tinker, client, tokenizer)
 
     saved = client.save_state("brindle-line").result().path
-    service.close().result()
+    service.close("success").result()
     return before, after, measured, saved
 
 
