@@ -1,4 +1,4 @@
-"""One device: a feeder thread that lays out the next micro-batch while the compute thread runs this one, and the sampler between them."""
+"""One device and its thread: micro-batches and operations as the scheduler hands them out, and the sampler between them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,38 @@ import logging
 import queue
 import threading
 import time
-from typing import Any
 
 import torch
 
 from spindle.compute.batch import MicroBatch
-from spindle.executor import Executor, as_server_error
-from spindle.scheduler import Scheduler
+from spindle.executor import Executor
+from spindle.sampling import Sampler
+from spindle.scheduler import Item, Scheduler
 
 logger = logging.getLogger("spindle")
 
-_WAKE = object()
-_STOP = object()
+Job = MicroBatch | list[Item] | None  # a filled micro-batch, operations, or nothing to do but sampling
 
 
 class DeviceLoop:
-    """Owns the two threads of device ``index``. ``sampling_share`` is the part of the time that sampling may take while training waits."""
+    """Owns the thread of device ``index``.
 
-    def __init__(self, index: int, executor: Executor, scheduler: Scheduler, sampler: Any, threads: int, sampling_share: float) -> None:
+    sampling_share: the part of the time that sampling may take while training waits. prefetch: a second thread fills the next micro-batch
+    while this one is computed, so a GPU never waits for it; without it a request waits for one micro-batch at most, not two.
+    cpu_threads: torch's threads on this device; 0 leaves them alone.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        executor: Executor,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        *,
+        sampling_share: float,
+        prefetch: bool,
+        cpu_threads: int,
+    ) -> None:
         self.index = index
         self.executor = executor
         self.scheduler = scheduler
@@ -31,73 +45,88 @@ class DeviceLoop:
         self.sampling_share = sampling_share
         self.busy_s = 0.0
         self.sampling_s = 0.0
-        self._threads_per_device = threads
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._cpu_threads = cpu_threads
+        self._filled: queue.SimpleQueue[Job | type[StopIteration]] = queue.SimpleQueue()
         self._room = threading.Semaphore(1)  # one micro-batch may lie ready beside the one that runs
-        self._feeder = threading.Thread(target=self._feed, name=f"spindle-feed-{index}", daemon=True)
-        self._compute = threading.Thread(target=self._run, name=f"spindle-device-{index}", daemon=True)
+        self._threads = [threading.Thread(target=self._run, name=f"spindle-device-{index}", daemon=True)]
+        self._next = self._next_direct
+        if prefetch:
+            self._next = self._next_filled
+            self._threads.append(threading.Thread(target=self._feed, name=f"spindle-feed-{index}", daemon=True))
 
     def start(self) -> None:
-        self._feeder.start()
-        self._compute.start()
+        for thread in self._threads:
+            thread.start()
 
     def wake(self) -> None:
         """The sampler has new work."""
-        self._jobs.put(_WAKE)
+        if self._next == self._next_filled:
+            self._filled.put(None)
+        else:
+            self.scheduler.wake(self.index)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for both threads after the scheduler is closed. False when they did not end in time."""
+        """Wait for the threads after the scheduler is closed. False when they did not end in time."""
         deadline = time.monotonic() + timeout_s
-        self._feeder.join(max(0.0, deadline - time.monotonic()))
-        self._compute.join(max(0.0, deadline - time.monotonic()))
-        return not (self._feeder.is_alive() or self._compute.is_alive())
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        if self._cpu_threads:
+            torch.set_num_threads(self._cpu_threads)
+        try:
+            while True:
+                job = self._next(wait=not self.sampler.has_work())
+                started = time.perf_counter()
+                if isinstance(job, MicroBatch):
+                    self.executor.run(job)
+                elif job:
+                    self.executor.operate(job)
+                trained_s = time.perf_counter() - started
+                self.busy_s += trained_s
+                if self.sampler.has_work():
+                    self._sample(trained_s)
+        except StopIteration:
+            pass
+        finally:
+            self.sampler.close()
+
+    def _next_direct(self, wait: bool) -> Job:
+        work = self.scheduler.next_work(self.index, None if wait else 0.0)
+        if work is None:
+            if self.scheduler.closed:
+                raise StopIteration
+            return None
+        return self.executor.fill(work.blocks) if work.blocks else work.operations
+
+    def _next_filled(self, wait: bool) -> Job:
+        try:
+            job = self._filled.get(block=wait)
+        except queue.Empty:
+            return None
+        if job is StopIteration:
+            raise StopIteration
+        if job is not None:
+            self._room.release()
+        return job  # type: ignore[return-value]
 
     def _feed(self) -> None:
         while True:
             self._room.acquire()
             work = self.scheduler.next_work(self.index)
             if work is None:
-                self._jobs.put(_STOP)
+                self._filled.put(StopIteration)
                 return
-            if work.operations:
-                self._jobs.put(work.operations)
-                continue
-            try:
-                self._jobs.put(self.executor.fill(work.blocks))
-            except BaseException as error:
-                logger.exception("filling a micro-batch failed")
-                for block in work.blocks:
-                    self.executor.finish(block, None, as_server_error(error, block.item))
+            job = self.executor.fill(work.blocks) if work.blocks else work.operations
+            if job:
+                self._filled.put(job)
+            else:
                 self._room.release()
-
-    def _run(self) -> None:
-        if self._threads_per_device:
-            torch.set_num_threads(self._threads_per_device)
-        sampler = self.sampler
-        while True:
-            sampling = sampler.has_work()
-            try:
-                job = self._jobs.get(block=not sampling)
-            except queue.Empty:
-                job = None
-            if job is _STOP:
-                sampler.close()
-                return
-            started = time.perf_counter()
-            if job is not None and job is not _WAKE:
-                self._room.release()
-                if isinstance(job, MicroBatch):
-                    self.executor.run(job)
-                else:
-                    self.executor.operate(job)
-            ran = time.perf_counter() - started
-            self.busy_s += ran
-            if sampler.has_work():
-                self._sample(ran)
 
     def _sample(self, trained_s: float) -> None:
         """At least one sampling step, then more until sampling had its share beside the micro-batch that just ran."""
-        budget_s = trained_s * self.sampling_share / max(1e-6, 1.0 - self.sampling_share)
+        budget_s = trained_s * self.sampling_share / (1.0 - self.sampling_share)
         started = time.perf_counter()
         while True:
             self.sampler.step()

@@ -149,9 +149,21 @@ class Executor:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def fill(self, blocks: Sequence[Block]) -> MicroBatch:
-        """Lay the blocks out as one micro-batch, those of one adapter side by side. The only copy from request to device."""
+    def fill(self, blocks: Sequence[Block]) -> MicroBatch | None:
+        """The blocks as one micro-batch; None when that failed, which has then failed their requests."""
         started = time.perf_counter()
+        try:
+            return self._fill(blocks)
+        except Exception as error:
+            logger.exception("filling a micro-batch failed")
+            for block in blocks:
+                self.finish(block, None, as_server_error(error, block.item))
+            return None
+        finally:
+            self.seconds["fill"] += time.perf_counter() - started
+
+    def _fill(self, blocks: Sequence[Block]) -> MicroBatch:
+        """Those of one adapter lie side by side. This is the only copy from request to device."""
         order: dict[int, list[Block]] = {}
         self.pool.acquire(*(block.item.payload.resident for block in blocks))
         for block in blocks:
@@ -191,7 +203,6 @@ class Executor:
             )
             batch.segments.append(segment)
             row, cell, seq = rows.stop, here.stop, segment.seqs.stop
-        self.seconds["fill"] += time.perf_counter() - started
         return batch
 
     def _supplied_inputs(self, training: Training, block: Block) -> dict[str, torch.Tensor]:

@@ -345,6 +345,32 @@ def test_stable_reinforce_reads_what_our_sampler_recorded(engine):
         engine.submit(spanned(other, 1, prompt, sampled.tokens, "q1", advantages)).result(60)
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_training_and_sampling_with_and_without_prefetch(model, prefetch):
+    with spindle.Engine(model, prefetch=prefetch, scheduler=SchedulerConfig(token_budget=16)) as engine:
+        adapter = engine.create_adapter(rank=4, seed=1)
+        for _ in range(3):
+            trained = adapter.forward_backward([datum(n, seed=n) for n in (9, 14, 3, 8)])
+            step = adapter.optim_step()
+            sampled = adapter.sample([1, 2], spindle.SamplingParams(max_tokens=3, stop=[]))
+            assert np.isfinite(trained.result(60).loss)
+            assert step.result(60).metrics["grad_norm"] > 0
+            assert len(sampled.result(60).sequences[0].tokens) == 3
+        assert engine.stats()["trained_tokens"] == 3 * 34
+
+
+def test_a_failure_while_filling_fails_only_those_requests(engine, monkeypatch):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    executor = engine._loops[0].executor
+    fill = executor._fill
+    monkeypatch.setattr(executor, "_fill", lambda blocks: (engine.pool.acquire(*(b.item.payload.resident for b in blocks)), 1 / 0))
+    with pytest.raises(ServerError, match="ZeroDivisionError while running seq_id 1"):
+        adapter.forward([datum(3)]).result(60)
+    monkeypatch.setattr(executor, "_fill", fill)
+    adapter.forward([datum(3)]).result(60)
+    assert engine.resident(adapter.model_id).users == 0
+
+
 def test_a_sample_does_not_wait_for_anothers_whole_step(model):
     with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=64)) as engine:
         adapter = engine.create_adapter(rank=4, seed=1)

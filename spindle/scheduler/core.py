@@ -63,6 +63,7 @@ class Scheduler:
         self._operations: list[deque[Item]] = [deque() for _ in range(devices)]
         self._io: deque[Item] = deque()
         self._gaps: deque[tuple[float, AdapterQueue]] = deque()  # in deadline order: the timeout is one constant
+        self._woken = [False] * devices
         self._nbytes = 0
         self._requests = 0
         self._closed = False
@@ -172,7 +173,8 @@ class Scheduler:
     # --- out ------------------------------------------------------------------------------------------------------
 
     def next_work(self, device: int, timeout_s: float | None = None) -> Work | None:
-        """What ``device`` does next; waits for work. None when the timeout passed or the scheduler is closed and drained."""
+        """What ``device`` does next; waits for work. None when the timeout passed or the scheduler is closed and drained; empty
+        work when ``wake`` was called."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             while True:
@@ -182,10 +184,23 @@ class Scheduler:
                 work = self._take(device)
                 if work is not None:
                     return work
+                if self._woken[device]:
+                    self._woken[device] = False
+                    return Work()
                 if self._closed or (deadline is not None and now >= deadline):
                     return None
                 waits = [t for t in (deadline, self._gaps[0][0] if self._gaps and device == 0 else None) if t is not None]
                 self._work_ready[device].wait(max(0.0, min(waits) - now) if waits else None)
+
+    def wake(self, device: int) -> None:
+        """Make ``next_work`` of that device return even without work."""
+        with self._lock:
+            self._woken[device] = True
+            self._work_ready[device].notify()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def next_io(self) -> Item | None:
         """The next save or load; waits. None when closed and drained."""
