@@ -129,6 +129,7 @@ class Engine:
         self._homes: dict[str, int] = {}  # device of every name in use, from before its adapter is made
         self._lock = threading.Lock()
         self._closed = False
+        self._scan_s = 0.0
         self._started_at = time.monotonic()
         self._encoders = ThreadPoolExecutor(1, thread_name_prefix="spindle-encode")
         threads = max(1, (os.cpu_count() or 1) // len(places)) if places[0].type == "cpu" and len(places) > 1 else 0
@@ -232,7 +233,12 @@ class Engine:
 
     def scan(self, body: Any, content_encoding: str | None = None) -> codec.ScannedRequest:
         """Decode and check a forward_backward body. Blocking, without the GIL. Raises MalformedBody, InvalidRequest."""
-        return codec.scan(body, content_encoding, self.limits)
+        started = time.perf_counter()
+        try:
+            return codec.scan(body, content_encoding, self.limits)
+        finally:
+            with self._lock:
+                self._scan_s += time.perf_counter() - started
 
     def enqueue(self, request: codec.ScannedRequest) -> Future[ForwardBackwardResult]:
         """Queue a scanned request in its adapter's order.
@@ -332,20 +338,30 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, queues and devices as they are now. Seconds are summed over devices."""
-        loops = self._loops
-        fill, compute, optim = (sum(loop.executor.seconds[key] for loop in loops) for key in ("fill", "compute", "optim"))
+        loops, queue = self._loops, self.scheduler.stats()
+        seconds = {key: sum(loop.executor.seconds[key] for loop in loops) for key in ("fill", "compute", "optim", "encode")}
+        seconds |= {key: sum(loop.executor.worker.seconds[key] for loop in loops) for key in ("forward", "backward")}
+        seconds |= {"scan": self._scan_s, "sampling": sum(loop.sampling_s for loop in loops)}
+        seconds["wait"] = sum(client["waited_s"] for client in queue["clients"].values())
+        counts = {key: sum(loop.executor.counts[key] for loop in loops) for key in loops[0].executor.counts}
+        batches = counts["micro_batches"]
+        sampler = [loop.sampler.stats() for loop in loops]
         return {
             "uptime_s": time.monotonic() - self._started_at,
-            "compute_s": compute + optim,
-            "fill_s": fill,
-            "sampling_s": sum(loop.sampling_s for loop in loops),
+            "compute_s": seconds["compute"] + seconds["optim"],
+            "seconds": seconds,
             "device_busy_s": [loop.busy_s for loop in loops],
-            "micro_batches": sum(loop.executor.counts["micro_batches"] for loop in loops),
-            "trained_tokens": sum(loop.executor.counts["tokens"] for loop in loops),
-            "optim_steps": sum(loop.executor.counts["optim_steps"] for loop in loops),
+            "micro_batches": batches,
+            "micro_batch_fill": counts["tokens"] / (batches * self.config.token_budget) if batches else 0.0,
+            "padding_tokens": 0,
+            "trained_tokens": counts["tokens"] - counts["forward_tokens"],
+            "forward_tokens": counts["forward_tokens"],
+            "optim_steps": counts["optim_steps"],
             "adapters": self.pool.places(),
             "adapter_bytes": dict(self.pool.held),
-            "queue": self.scheduler.stats(),
+            "sampler": {key: sum(one[key] for one in sampler) for key in sampler[0]},
+            "codec_pool": codec.pool_stats(),
+            "queue": queue,
         }
 
     def close(self, timeout_s: float = 60.0) -> None:

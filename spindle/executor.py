@@ -60,11 +60,14 @@ class ForwardBackwardResult:
     logprobs: [cells] float32; lengths, widths: [D] int64 (width 0 = ``[N]``, K = ``[N, K]``).
     """
 
-    def __init__(self, logprobs: np.ndarray, lengths: np.ndarray, widths: np.ndarray, metrics: dict[str, float]) -> None:
+    def __init__(
+        self, logprobs: np.ndarray, lengths: np.ndarray, widths: np.ndarray, metrics: dict[str, float], seconds: dict[str, float]
+    ) -> None:
         self.logprobs = logprobs
         self.lengths = lengths
         self.widths = widths
         self.metrics = metrics
+        self._seconds = seconds  # where the time of encoding is counted
         self._encoded: bytes | None = None
         self._lock = threading.Lock()
 
@@ -76,7 +79,9 @@ class ForwardBackwardResult:
         """The protobuf ForwardBackwardOutput, written once."""
         with self._lock:
             if self._encoded is None:
+                started = time.perf_counter()
                 self._encoded = codec.encode_forward_backward(self.logprobs, self.lengths, self.widths, self.metrics)
+                self._seconds["encode"] += time.perf_counter() - started
                 self.logprobs = self.logprobs[:0]  # the bytes are what every later poll returns
             return self._encoded
 
@@ -130,10 +135,10 @@ class Training:
             self.grad = following if self.grad is None else self.grad.add_(following.to(self.grad.device))
             self.next_grad += 1
 
-    def result(self) -> ForwardBackwardResult:
+    def result(self, seconds: dict[str, float]) -> ForwardBackwardResult:
         metrics = combine_metrics([self.metrics[index] for index in sorted(self.metrics)])
         widths = np.maximum(np.asarray(self.request.target_widths), 0)
-        return ForwardBackwardResult(self.logprobs, np.asarray(self.request.lengths), widths, metrics)
+        return ForwardBackwardResult(self.logprobs, np.asarray(self.request.lengths), widths, metrics, seconds)
 
 
 class Executor:
@@ -144,8 +149,8 @@ class Executor:
         self.scheduler = scheduler
         self.pool = pool
         self.pinned = pinned
-        self.seconds = {"fill": 0.0, "compute": 0.0, "optim": 0.0}
-        self.counts = {"micro_batches": 0, "tokens": 0, "optim_steps": 0}
+        self.seconds = {"fill": 0.0, "compute": 0.0, "optim": 0.0, "encode": 0.0}
+        self.counts = {"micro_batches": 0, "tokens": 0, "forward_tokens": 0, "optim_steps": 0}
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -231,6 +236,7 @@ class Executor:
             self.seconds["compute"] += time.perf_counter() - started
         self.counts["micro_batches"] += 1
         self.counts["tokens"] += len(batch.tokens)
+        self.counts["forward_tokens"] += sum(s.rows.stop - s.rows.start for s in batch.segments if not s.backward)
         for result in results:
             self.finish(result.segment.tag, result, None)
 
@@ -264,7 +270,7 @@ class Executor:
         over, failed = item.blocks_left == 0, item.failed
         self.scheduler.block_done(block)
         if over and not failed:
-            answer = training.result()
+            answer = training.result(self.seconds)
             training.request.release()
             item.drop_payload()
             item.future.settle(answer)

@@ -214,7 +214,7 @@ def test_a_cancelled_request_does_not_run(engine, monkeypatch):
     go.set()
     first.result(60), step.result(60)
     time.sleep(0.05)
-    assert engine.stats()["trained_tokens"] == 5
+    assert engine.stats()["trained_tokens"] == 5 and engine.stats()["forward_tokens"] == 0
     assert engine.stats()["queue"]["queued_requests"] == 0
 
 
@@ -380,3 +380,19 @@ def test_a_sample_does_not_wait_for_anothers_whole_step(model):
         assert not long.done()
         long.result(60)
         assert engine.stats()["micro_batches"] == 60
+
+
+def test_stats_count_what_was_done(engine):
+    adapter = engine.create_adapter(rank=4, seed=1, client="me")
+    engine.submit(body(adapter.model_id, 1, [datum(6), datum(4)])).result(60)
+    engine.submit(body(adapter.model_id, 2, [datum(3)], forward_only=True)).result(60)
+    engine.submit_operation(adapter.model_id, 3, OptimStep(AdamParams())).result(60)
+    engine.sample(None, [1, 2], spindle.SamplingParams(max_tokens=2, stop=[])).result(60)
+    stats = engine.stats()
+    assert (stats["trained_tokens"], stats["forward_tokens"], stats["optim_steps"], stats["micro_batches"]) == (10, 3, 1, 2)
+    assert stats["micro_batch_fill"] == 13 / (2 * 4096)
+    assert all(stats["seconds"][stage] > 0 for stage in ("scan", "wait", "fill", "forward", "backward", "optim", "encode", "sampling"))
+    assert stats["compute_s"] <= stats["uptime_s"]
+    assert stats["queue"]["clients"]["me"]["waits"] == 2
+    assert stats["queue"]["queued_bytes"] == 0
+    assert stats["adapters"] == {"device": 1, "host": 0, "disk": 0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -71,6 +73,7 @@ class DeviceWorker:
     def __init__(self, model: BaseModel) -> None:
         self.model = model
         self.device = model.device
+        self.seconds = {"forward": 0.0, "backward": 0.0}  # of the host; the head, which does both at once, counts as forward
 
     def run(self, batch: MicroBatch) -> list[SegmentResult]:
         """One result per segment, in order. Adapters are only read; a failure leaves nothing behind.
@@ -83,6 +86,7 @@ class DeviceWorker:
         if short > 0:  # a row keeps its bits only from MIN_ROWS rows up: add a sequence that nobody asked for
             tokens, positions = F.pad(tokens, (0, short)), F.pad(positions, (0, short))
             lengths.append(short)
+        started = time.perf_counter()
         tasks = [_Task(s, batch, device) for s in batch.segments]
         weights: dict[int, AdapterWeights] = {}
         groups = []
@@ -106,9 +110,12 @@ class DeviceWorker:
         ]
         cell_rows = np.repeat(np.arange(len(batch.tokens)), np.repeat(np.maximum(batch.widths, 1), batch.lengths))
         logprobs, dhidden = model.head.run(hidden.detach(), head_tasks, cell_rows, targets)
+        middle = time.perf_counter()
         if hidden.requires_grad:
             hidden.backward(dhidden)
         host = logprobs.cpu()
+        self.seconds["forward"] += middle - started
+        self.seconds["backward"] += time.perf_counter() - middle
         return [t.result(logprobs[s.cells], host[s.cells], g.grad) for s, t, g in zip(batch.segments, tasks, groups, strict=True)]
 
     def accumulate(self, adapter: Adapter, grad: torch.Tensor) -> None:

@@ -239,6 +239,9 @@ class Scheduler:
                 return None
             item.started = True
             queue.started.append(item)
+            client = self._clients[queue.client]
+            client.waited_s += time.monotonic() - item.queued_at
+            client.waits += 1
         block = Block(item, item.next_block)
         item.next_block += 1
         item.blocks_running += 1
@@ -380,7 +383,13 @@ class Scheduler:
                 "queued_bytes": self._nbytes,
                 "adapters": len(self._queues),
                 "clients": {
-                    client.name: {"requests": client.requests, "bytes": client.nbytes, "adapters": client.adapters}
+                    client.name: {
+                        "requests": client.requests,
+                        "bytes": client.nbytes,
+                        "adapters": client.adapters,
+                        "waits": client.waits,
+                        "waited_s": client.waited_s,
+                    }
                     for client in self._clients.values()
                 },
                 "oldest_wait_s": max((now - q.ready[0].queued_at for q in self._queues.values() if q.ready), default=0.0),

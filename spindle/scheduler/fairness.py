@@ -26,6 +26,8 @@ class Client:
         self.nbytes = 0  # request bytes waiting or running
         self.requests = 0
         self.adapters = 0
+        self.waits = 0  # training requests begun
+        self.waited_s = 0.0  # from queued to begun, over those
         self.work: list[deque[AdapterQueue]] = [deque() for _ in range(devices)]
         self.in_ring = 0  # bit d: stands in ring d
 
