@@ -6,6 +6,7 @@ share a pass. What a sample gets never depends on the others: noise is a functio
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -19,7 +20,7 @@ from spindle.compute.attention import Packing
 from spindle.errors import EngineClosed, ServerError, SpindleError
 from spindle.sampling.choose import choose
 from spindle.sampling.kv import Bank, DecodeRows, PromptKV, StepCache, capacity_for
-from spindle.sampling.noise import uniform
+from spindle.sampling.noise import keys as noise_keys
 from spindle.sampling.prefix import BLOCK, PrefixStore, common_prefix
 from spindle.sampling.prompt_scores import PromptScores
 from spindle.sampling.record import SampleRecords
@@ -27,6 +28,8 @@ from spindle.sampling.request import Checked, SampleRequest, validate
 from spindle.sampling.slots import Slots
 from spindle.sampling.stops import StopMatcher, Tokenizer
 from spindle.types import SampledSequence, SampleOutput
+
+logger = logging.getLogger("spindle")
 
 _SAMPLES_PER_JOB = 64
 _MIN_KEPT_COMPLETION = 16  # sampled tokens from which a finished sample is worth keeping as a prefix
@@ -127,7 +130,7 @@ class Sampler:
         return bool(self._inbox or self._live)
 
     def load(self) -> int:
-        """Requests waiting or running."""
+        """Requests that are not answered yet."""
         return len(self._inbox) + len(self._live)
 
     def stats(self) -> dict[str, int]:
@@ -145,15 +148,17 @@ class Sampler:
     @torch.no_grad()
     def step(self) -> int:
         """One forward pass; returns how many rows it had, 0 when there was nothing to do. A failure fails the requests it held."""
-        self._receive()
-        self._admit()
         try:
+            self._receive()
+            self._admit()
             self._make_room()
             return self._run(self._batch())
         except Exception as error:  # whatever it was, those who wait must hear of it
             if not isinstance(error, SpindleError):
+                logger.exception("a sampling step failed")
                 error = ServerError(f"sampling failed: {type(error).__name__}: {error}")
             self._fail_started(error)
+            self._prefixes.shrink(0)  # it may have been for want of memory
             return 0
 
     def forget(self, snapshot: Any) -> None:
@@ -218,13 +223,13 @@ class Sampler:
             if self._will_share(job, limit, shared + BLOCK):
                 later.append(job)  # another prompt with the same beginning is on its way: take that over instead
                 continue
+            self._prefilling.append(job)
             job.kv = PromptKV(len(job.tokens), kv, shared)
             if job.slots is None and 0 in job.samples:
                 job.live.hit_tokens = shared
                 self._counts["prefix_hit_tokens"] += shared
                 self._counts["prompt_tokens"] += len(job.tokens)
             budget -= len(job.tokens) - shared
-            self._prefilling.append(job)
         self._waiting.extendleft(reversed(later))
 
     def _will_share(self, job: _Job, limit: int, least: int) -> bool:
@@ -414,7 +419,7 @@ class Sampler:
             device = logits.device
             if len(alone) != len(rows):
                 logits = logits[torch.from_numpy(repeat).to(device)]
-            noise = uniform(slots.seed[s], slots.sample[s], slots.count[s])
+            noise = noise_keys(slots.seed[s], slots.sample[s], slots.count[s]).view(np.int64)
             settings = (torch.from_numpy(x).to(device) for x in (slots.temperature[s], slots.top_k[s], slots.top_p[s], noise))
             tokens, logprobs, rest = choose(logits, *settings)
             if (asked := np.flatnonzero(slots.topk[s])).size:

@@ -35,9 +35,9 @@ class StopMatcher:
         self._ids.append(token)
         before = self._decode(self._ids[: self._known])
         text = self._decode(self._ids)
-        unfinished = len(text) <= len(before) or text.endswith("\ufffd")
-        if unfinished and len(self._ids) - self._known < 16:  # a character has at most a few tokens: longer is not one
-            return False
+        if text.endswith("\ufffd") and len(self._ids) - self._known < 16:  # a character has at most a few tokens: longer is not one
+            whole = self._tail + text[len(before) :].rstrip("\ufffd")
+            return any(stop in whole for stop in self._stops)
         self._tail += text[len(before) :]
         self._ids = self._ids[max(0, self._known - _CONTEXT) :] if self._known > 4 * _CONTEXT else self._ids
         self._known = len(self._ids)
