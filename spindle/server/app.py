@@ -12,7 +12,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spindle.server import client, downloads, external, metrics, models, polling, runs, sampling, sessions, training, weights
+from spindle.server import (
+    client,
+    custom_losses,
+    downloads,
+    external,
+    live_view,
+    metrics,
+    models,
+    polling,
+    runs,
+    sampling,
+    sessions,
+    training,
+    weights,
+)
 from spindle.server.answers import error_response, json_response
 from spindle.server.keys import Keys
 from spindle.server.settings import ServerSettings
@@ -21,7 +35,7 @@ from spindle.server.state import Server
 __all__ = ["create_app"]
 
 # The busiest first: routes are tried in order.
-NOUNS = (polling, training, sampling, weights, external, sessions, models, client, runs, downloads, metrics)
+NOUNS = (polling, training, sampling, weights, external, sessions, models, client, runs, downloads, metrics, custom_losses, live_view)
 
 
 def create_app(

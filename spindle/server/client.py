@@ -31,7 +31,7 @@ def client_config(settings: ServerSettings, host: str) -> dict[str, Any]:
         "sample_use_retrieve_futures": False,
         "sample_join_sampling_session": True,
         "create_model_via_load_weights": True,
-        "custom_loss_server_side": False,
+        "custom_loss_server_side": True,
     } | dict(settings.client_config)
 
 

@@ -37,6 +37,7 @@ class LiveModel:
     optimizer: dict[str, Any]
     last_request_at: float
     inflight: Weights = field(default_factory=Weights)
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=500))  # per token, of each forward_backward
 
 
 @dataclass(slots=True)
@@ -110,7 +111,6 @@ class LiveSession:
         self.owner = owner
         self.models: set[str] = set()
         self.samplers: set[str] = set()
-        self.custom_losses: dict[int, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._expire = expire

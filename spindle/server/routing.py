@@ -61,6 +61,11 @@ class Call:
 Handler = Callable[[Call], Awaitable[Any]]
 
 
+def _key(request: Request) -> str | None:
+    """``X-API-Key``, or ``Authorization: Bearer`` for tools that know only that."""
+    return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ") or None
+
+
 class Routes(list[Route]):
     """Routes of one noun. ``public`` ones need no key."""
 
@@ -69,7 +74,7 @@ class Routes(list[Route]):
             async def endpoint(request: Request) -> Response:
                 try:
                     server: Server = request.app.state.server
-                    owner = server.keys.owner(request.headers.get("x-api-key"))
+                    owner = server.keys.owner(_key(request))
                     if owner is None:
                         if not public:
                             return json_response(

@@ -121,6 +121,7 @@ class Server:
             self.futures.cancel_scope(sampler_id)
             self.samplers.pop(sampler_id, None)
             self.published.release(sampler_id)
+        self.engine.records.forget_session(session.session_id)
 
     # models
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -54,21 +56,30 @@ async def train(call: Call, nbytes: int, scan: Callable[[], Any]) -> Response:
             raise
         model = server.model(error.model_id, call.owner)
         future = server.engine.reject(model.model_id, error.seq_id, error)
-        seq_id = error.seq_id
+        seq_id, tokens, curve = error.seq_id, 0, None
     else:
         model = server.model(request.model_id, call.owner)
-        seq_id = request.seq_id
+        seq_id, tokens = request.seq_id, request.num_tokens
+        curve = None if request.forward_only else model.losses
         future = server.engine.enqueue(request)
     request_id = f"{model.model_id}:{seq_id}"
     entry = server.futures.same(request_id, future)
     if entry is None:
         entry = server.futures.add(
-            request_id, call.owner, model.model_id, future, _training_answer, kind="forward_backward", model_id=model.model_id
+            request_id,
+            call.owner,
+            model.model_id,
+            future,
+            functools.partial(_training_answer, curve, tokens),
+            kind="forward_backward",
+            model_id=model.model_id,
         )
     return acknowledge(entry)
 
 
-def _training_answer(result: Any) -> Answer:
+def _training_answer(curve: deque[float] | None, tokens: int, result: Any) -> Answer:
+    if curve is not None and tokens:
+        curve.append(result.metrics["loss:sum"] / tokens)
     return Answer(proto=result.encode())
 
 
