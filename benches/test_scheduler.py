@@ -1,12 +1,17 @@
-"""What the scheduler costs: microseconds per request at 1,000 adapters, shallow and deep queues. No torch in the timed part."""
+"""What scheduling and serving cost around the compute: per request, beside a flood, from HTTP to the first kernel, in a burst."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
+import serving
+import torch
+import zstandard
 
+from spindle import Datum, codec
 from spindle.future import Future
 from spindle.scheduler import Item, Kind, Scheduler, SchedulerConfig
 
@@ -48,3 +53,167 @@ def run_through(depth: int, rounds: int) -> float:
 def test_cost_per_request(benchmark, figures, depth):
     cost = benchmark.pedantic(lambda: run_through(depth, 10_000 // depth), rounds=3, iterations=1, warmup_rounds=1)
     figures["schedule_us_at_depth_10000" if depth == 10_000 else "schedule_us_per_request"] = round(cost, 1)
+
+
+def p95(values: list[float]) -> float:
+    return float(np.percentile(values, 95))
+
+
+def test_fairness_beside_a_flood(figures):
+    """One client floods 64 requests of 8,192 tokens; another's forward_backward of 64 tokens and step, against the same alone."""
+    with serving.server(SchedulerConfig(token_budget=1024), max_position_embeddings=1024) as (engine, _):
+        small = engine.create_adapter(rank=8, seed=0, client="small")
+        flood = engine.create_adapter(rank=8, seed=0, client="flood")
+
+        def once() -> float:
+            started = time.perf_counter()
+            trained = small.forward_backward([serving.datum(64)])
+            small.optim_step().result(60)
+            trained.result(60)
+            return time.perf_counter() - started
+
+        long = [serving.datum(1024, seed=i) for i in range(8)]
+        started = time.perf_counter()
+        flood.forward(long).result(60)
+        micro_batch_s = (time.perf_counter() - started) / 8
+        [once() for _ in range(5)]
+        alone = [once() for _ in range(40)]
+        flooding = [flood.forward(long) for _ in range(64)]
+        beside = []
+        while not flooding[-1].done() and len(beside) < 200:
+            beside.append(once())
+        assert len(beside) >= 20, "the flood was over too soon to measure"
+        assert sum(future.done() for future in flooding) < 64
+        for future in flooding:
+            future.cancel()
+        # two turns of waiting (the forward_backward's and the step's), each for the micro-batch that runs
+        figures["fair_p95_over_solo"] = round((p95(beside) - micro_batch_s) / p95(alone), 2)
+        figures["fair"] = {"solo_p95_ms": p95(alone) * 1e3, "beside_p95_ms": p95(beside) * 1e3, "micro_batch_ms": micro_batch_s * 1e3}
+
+
+def test_decode_overlaps_compute(figures):
+    """Requests whose decode costs as much as their compute: the wall time of a pipeline of them, over the larger of the two alone."""
+    with serving.server(SchedulerConfig(token_budget=8192)) as (engine, _):
+        adapter = engine.create_adapter(rank=8, seed=0)
+        bodies = [heavy_to_decode(adapter.model_id, seq) for seq in range(1, 41)]
+        torch.set_num_threads(1)
+
+        def decode(some: list[bytes]) -> float:
+            started = time.perf_counter()
+            for body in some:
+                engine.scan(body, "zstd").release()
+            return time.perf_counter() - started
+
+        decode(bodies[:4])
+        engine.submit(bodies[0], "zstd").result(60)
+        decode_s = decode(bodies[1:])
+        before = engine.stats()["compute_s"]
+        started = time.perf_counter()
+        futures = [engine.submit(body, "zstd") for body in bodies[1:]]
+        for future in futures:
+            future.result(60)
+        wall = time.perf_counter() - started
+        compute_s = engine.stats()["compute_s"] - before
+        assert engine.resident(adapter.model_id).adapter.grads is not None
+        figures["overlap_over_larger"] = round(wall / max(decode_s, compute_s), 2)
+        figures["overlap"] = {"decode_s": decode_s, "compute_s": compute_s, "wall_s": wall}
+
+
+def heavy_to_decode(model_id: str, seq_id: int) -> bytes:
+    """Little to compute (a short sequence), much to decode: incompressible bytes in a field that the scanner skips."""
+    body = codec.encode_request(model_id, seq_id, [serving.datum(96)], "cross_entropy")
+    noise = np.random.default_rng(seq_id).integers(0, 48, 16 << 20, dtype=np.uint8).tobytes()
+    length, field = len(noise), bytes([(15 << 3) | 2])
+    varint = bytes((length >> shift & 127) | 128 for shift in range(0, 21, 7)) + bytes([length >> 21])
+    return zstandard.compress(body + field + varint + noise, 1)
+
+
+def test_overhead_around_compute(figures):
+    """A small request on an idle engine over HTTP: from the client's send to the first kernel, from the last kernel to its answer."""
+    with serving.server() as (engine, url):
+        client, poller = serving.RawClient(url), None
+        poller = serving.RawClient(url, client.session)
+        model_id = client.create_model(1)
+        worker = engine._loops[0].executor.worker
+        run, kernels = worker.run, []
+
+        def timed(batch):
+            started = time.perf_counter()
+            results = run(batch)
+            kernels.append((started, time.perf_counter()))
+            return results
+
+        worker.run = timed
+        into, out, steps = [], [], []
+        for seq_id in range(1, 401, 2):
+            body = codec.encode_request(model_id, seq_id, [serving.datum(5)], "cross_entropy")
+            sent = time.perf_counter()
+            answer = poller.wait(client.train(body))
+            got = time.perf_counter()
+            assert codec.decode_forward_backward(answer).loss_fn_outputs[0]["logprobs"].shape == (5,)
+            into.append(kernels[-1][0] - sent)
+            out.append(got - kernels[-1][1])
+            sent = time.perf_counter()
+            assert b"grad_norm" in client.wait(client.step(model_id, seq_id + 1))
+            steps.append(time.perf_counter() - sent)
+        figures["overhead_in_ms_p50"] = round(float(np.median(into)) * 1e3, 2)
+        figures["overhead_out_ms_p50"] = round(float(np.median(out)) * 1e3, 2)
+        figures["optim_step_ms_p50"] = round(float(np.median(steps)) * 1e3, 2)
+
+
+def test_a_burst_of_bodies(figures):
+    """208 uncompressed bodies of 3.3 MB at once: until all are accepted, decoded and queued; heartbeats meanwhile; none lost."""
+    bodies, senders = 208, 8
+    with serving.server(SchedulerConfig(token_budget=4096), max_position_embeddings=4096) as (engine, url):
+        client = serving.RawClient(url)
+        model_id = client.create_model(1)
+        hold = threading.Event()  # computing them is not the question: the device waits
+        worker = engine._loops[0].executor.worker
+        run = worker.run
+        worker.run = lambda batch: (hold.wait(120), run(batch))[1]
+        encoded = [burst_body(model_id, seq_id) for seq_id in range(1, bodies + 1)]
+        assert 3.2e6 < len(encoded[0]) < 3.4e6
+        request_ids: list[str] = []
+        beats: list[float] = []
+        over = threading.Event()
+
+        def send(part: list[bytes]) -> None:
+            own = serving.RawClient(url, client.session)
+            request_ids.extend([own.train(body) for body in part])
+
+        def beat() -> None:
+            own = serving.RawClient(url, client.session)
+            while not over.is_set():
+                started = time.perf_counter()
+                own.post("session_heartbeat", {"session_id": client.session})
+                beats.append(time.perf_counter() - started)
+                time.sleep(0.02)
+
+        threads = [threading.Thread(target=send, args=(encoded[i::senders],)) for i in range(senders)]
+        heart = threading.Thread(target=beat)
+        heart.start()
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        burst_s = time.perf_counter() - started
+        over.set()
+        heart.join()
+        queued = engine.stats()["queue"]["queued_requests"]
+        figures["burst_s"] = round(burst_s, 2)
+        figures["burst_lost"] = bodies - min(len(set(request_ids)), queued)
+        figures["heartbeat_ms_p95"] = round(p95(beats) * 1e3, 1)
+        engine.unload(model_id)
+        hold.set()
+
+
+def burst_body(model_id: str, seq_id: int) -> bytes:
+    """Dense [N, 20] targets and weights over 3,400 tokens in all: 3.3 MB."""
+    rng = np.random.default_rng(seq_id)
+    data = []
+    for _ in range(4):
+        n = 3425
+        targets = rng.integers(0, 2048, (n, 20))
+        data.append(Datum(rng.integers(0, 2048, n), {"target_tokens": targets, "weights": np.ones((n, 20), np.float32)}))
+    return codec.encode_request(model_id, seq_id, data, "cross_entropy")
