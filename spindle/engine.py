@@ -332,7 +332,7 @@ class Engine:
         description = checkpoint.read_description(path)
         adapter = Adapter(self.model.layout(LoraConfig(**description["lora"])), self._loops[0].executor.worker.device)
         adapter.load(checkpoint.load_adapter(path, adapter.layout).params, None)
-        return adapter.snapshot()
+        return adapter.snapshot(self.model.dtype)
 
     # --- life -----------------------------------------------------------------------------------------------------
 

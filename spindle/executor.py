@@ -16,42 +16,14 @@ from spindle import codec, losses
 from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.worker import DeviceWorker
 from spindle.errors import ServerError, SpindleError
+from spindle.halving import run_within_memory
+from spindle.metrics import combine_metrics
 from spindle.operations import OptimStep, Publish
 from spindle.residency import AdapterPool, Resident
 from spindle.scheduler import Block, Item, Scheduler
 from spindle.types import ForwardBackwardOutput, OptimStepOutput
 
 logger = logging.getLogger("spindle")
-
-
-def combine_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
-    """Metrics of a whole request from those of its blocks, each with its number of datums; as the SDK combines its chunks.
-
-    The reduction after the colon says how: mean is weighted by datums, slack is max minus mean, unique and hash2 pass the first / add up.
-    """
-    if len(parts) == 1:
-        return dict(parts[0][0])
-    weights = np.array([count for _, count in parts], dtype=np.float64)
-    combined: dict[str, float] = {}
-    for key in parts[0][0]:
-        values = np.array([metrics[key] for metrics, _ in parts if key in metrics], dtype=np.float64)
-        if len(values) != len(parts):
-            continue
-        match key.rpartition(":")[2]:
-            case "mean":
-                value = float(np.average(values, weights=weights))
-            case "min":
-                value = float(values.min())
-            case "max":
-                value = float(values.max())
-            case "slack":
-                value = float(values.max() - np.average(values, weights=weights))
-            case "unique":
-                value = float(values[0])
-            case _:
-                value = float(values.sum())
-        combined[key] = value
-    return combined
 
 
 class ForwardBackwardResult:
@@ -224,7 +196,7 @@ class Executor:
         """Compute a micro-batch and give every block its result, or its error."""
         started = time.perf_counter()
         try:
-            results = self._run_within_memory(batch)
+            results = run_within_memory(self.worker.run, batch)
         except BaseException as error:
             logger.exception("a micro-batch of %d tokens failed", len(batch.tokens))
             for segment in batch.segments:
@@ -239,18 +211,6 @@ class Executor:
         self.counts["forward_tokens"] += sum(s.rows.stop - s.rows.start for s in batch.segments if not s.backward)
         for result in results:
             self.finish(result.segment.tag, result, None)
-
-    def _run_within_memory(self, batch: MicroBatch) -> list[SegmentResult]:
-        """Run; when the device runs out of memory, run the halves of the batch one after the other."""
-        try:
-            return self.worker.run(batch)
-        except torch.OutOfMemoryError:
-            if len(batch.segments) == 1:
-                raise
-        logger.warning("out of memory with %d tokens in %d requests; running them in two halves", len(batch.tokens), len(batch.segments))
-        torch.cuda.empty_cache()
-        middle = len(batch.segments) // 2
-        return [r for half in (batch.segments[:middle], batch.segments[middle:]) for r in self._run_within_memory(part_of(batch, half))]
 
     def finish(self, block: Block, result: SegmentResult | None, error: SpindleError | None) -> None:
         """A filled block is over: put its result in its place, or fail its request; commit what is whole; let what waits go on."""
@@ -290,7 +250,7 @@ class Executor:
                             self.counts["optim_steps"] += 1
                             self.seconds["optim"] += time.perf_counter() - started
                         case Publish():
-                            value = adapter.snapshot()
+                            value = adapter.snapshot(self.worker.model.dtype)
                         case _:
                             raise ServerError(f"operation {type(operation).__name__} does not run on a device")
             except Exception as error:
@@ -303,32 +263,12 @@ class Executor:
                 item.future.settle(value)
 
 
-def part_of(batch: MicroBatch, segments: list[Segment]) -> MicroBatch:
-    """The micro-batch of some adjacent segments only."""
-    rows = slice(segments[0].rows.start, segments[-1].rows.stop)
-    cells = slice(segments[0].cells.start, segments[-1].cells.stop)
-    seqs = slice(segments[0].seqs.start, segments[-1].seqs.stop)
-
-    def moved(inner: slice, outer: slice) -> slice:
-        return slice(inner.start - outer.start, inner.stop - outer.start)
-
-    parts = [
-        Segment(
-            s.adapter, s.loss_fn, s.config, s.backward, moved(s.seqs, seqs), moved(s.rows, rows), moved(s.cells, cells), s.inputs, s.tag
-        )
-        for s in segments
-    ]
-    return MicroBatch(batch.tokens[rows], batch.positions[rows], batch.targets[cells], batch.lengths[seqs], batch.widths[seqs], parts)
-
-
 def as_server_error(error: BaseException, item: Item) -> SpindleError:
     """Our own errors pass as they are; anything else becomes a ServerError that says what failed and that nothing was changed."""
     if isinstance(error, SpindleError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
-        return ServerError(
-            f"out of memory on the device with the smallest micro-batch of seq_id {item.seq_id} ({item.tokens} tokens); send less"
-        )
+        return ServerError(f"out of memory on the device even with one sequence of seq_id {item.seq_id} at a time; send shorter sequences")
     failure = ServerError(
         f"{type(error).__name__} while running seq_id {item.seq_id} of {item.model_id}: {error}; the adapter is as it was before"
     )

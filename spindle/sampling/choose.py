@@ -7,35 +7,52 @@ import torch
 from spindle.sampling.noise import gumbel
 
 _FIRST_TRY = 1024  # candidates sorted for top-p before the whole vocabulary is
+_CACHE_FLOATS = 1 << 18  # on a CPU, rows are handled in blocks that stay in its cache
 
 
 def choose(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, key: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, key: torch.Tensor, topk: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Pick one token per row.
 
     logits: [n, V] float32 (overwritten). temperature: [n] float32, 0 = greedy. top_k: [n] int64, <= 0 = off. top_p: [n] float64, 1 = off.
-    key: [n] int64, the row's noise. top_p counts what top_k left.
-    Returns (tokens [n] int64, logprobs [n] float32, log-softmax [n, V] float32). The last two are at the row's temperature (greedy: 1),
-    before top_k and top_p.
+    key: [n] int64, the row's noise. top_p counts what top_k left. topk: how many of the likeliest tokens to return, too.
+    Returns (tokens [n] int64, logprobs [n] float32, ids [n, topk] int64, their logprobs [n, topk] float32; None without topk). Logprobs are
+    at the row's temperature (greedy: 1), before top_k and top_p.
 
     A token is the argmax of logprob + Gumbel noise, which follows the softmax exactly. Unlike the inverse of a cumulative sum, where
     rounding of any logit may move every border, it changes only when two tokens tie to the last bits.
     """
+    rows = len(logits) if logits.is_cuda else max(1, _CACHE_FLOATS // logits.shape[1])
+    parts = [
+        _choose(*(x[first : first + rows] for x in (logits, temperature, top_k, top_p, key)), topk) for first in range(0, len(logits), rows)
+    ]
+    return tuple(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _choose(logits, temperature, top_k, top_p, key, topk):
     greedy = temperature == 0
-    tokens = logits.argmax(-1) if bool(greedy.any()) else torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    logits /= torch.where(greedy, 1.0, temperature)[:, None]
+    drawn = not bool(greedy.all())
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    if drawn:
+        logits /= torch.where(greedy, 1.0, temperature)[:, None]
     logprobs = torch.log_softmax(logits, -1)
     cut = ~greedy & ((top_k > 0) | (top_p < 1))
-    if len(rows := (~greedy & ~cut).nonzero()[:, 0]):
-        some = logprobs if len(rows) == len(logprobs) else logprobs[rows]
-        noise = gumbel(key[rows], torch.arange(logits.shape[1], device=logits.device))
-        tokens[rows] = noise.add_(some).argmax(-1)
-    if len(rows := cut.nonzero()[:, 0]):
-        values, ids = _candidates(logprobs[rows], top_k[rows], top_p[rows])
-        best = gumbel(key[rows], ids).add_(values).argmax(-1, keepdim=True)
-        tokens[rows] = ids.gather(1, best)[:, 0]
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs
+    for rows, noise in ((greedy, None), (~greedy & ~cut, key)):
+        index = rows.nonzero()[:, 0]
+        if len(index) == 0:
+            continue
+        source = logits if noise is None else logprobs
+        some = source if len(index) == len(source) else source[index]
+        if noise is not None:
+            some = gumbel(noise[index], torch.arange(logits.shape[1], device=logits.device)).add_(some)
+        tokens[index] = some.argmax(-1)
+    if len(index := cut.nonzero()[:, 0]):
+        values, ids = _candidates(logprobs[index], top_k[index], top_p[index])
+        best = gumbel(key[index], ids).add_(values).argmax(-1, keepdim=True)
+        tokens[index] = ids.gather(1, best)[:, 0]
+    values, ids = logprobs.topk(topk, -1) if topk else (None, None)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0], ids, values
 
 
 def _candidates(logprobs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -421,12 +421,12 @@ class Sampler:
                 logits = logits[torch.from_numpy(repeat).to(device)]
             noise = noise_keys(slots.seed[s], slots.sample[s], slots.count[s]).view(np.int64)
             settings = (torch.from_numpy(x).to(device) for x in (slots.temperature[s], slots.top_k[s], slots.top_p[s], noise))
-            tokens, logprobs, rest = choose(logits, *settings)
-            if (asked := np.flatnonzero(slots.topk[s])).size:
-                values, ids = rest[torch.from_numpy(asked).to(device)].topk(int(slots.topk[s].max()), -1)
-                values, ids = values.cpu().numpy(), ids.to(torch.int32).cpu().numpy()
-                for line, slot in enumerate(s[asked]):
-                    slots.topk_rows[slot].append((ids[line, : slots.topk[slot]], values[line, : slots.topk[slot]]))
+            tokens, logprobs, ids, values = choose(logits, *settings, topk=int(slots.topk[s].max()))
+            if ids is not None:
+                ids, values = ids.to(torch.int32).cpu().numpy(), values.cpu().numpy()
+                for line in np.flatnonzero(slots.topk[s]):
+                    width = slots.topk[s[line]]
+                    slots.topk_rows[s[line]].append((ids[line, :width], values[line, :width]))
             self._take(s, tokens.cpu().numpy(), logprobs.cpu().numpy(), alive)
         self._counts["sampled_tokens"] += len(slots_of)
         return alive
