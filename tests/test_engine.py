@@ -200,8 +200,36 @@ def test_out_of_memory_runs_halves_then_says_so(engine, monkeypatch):
     first.result(60)
     assert [f.result(60).loss for f in futures] == [expected] * 4
     limit[0] = 2
-    with pytest.raises(ServerError, match=r"out of memory on the device with the smallest micro-batch of seq_id 3 \(6 tokens\)"):
+    with pytest.raises(ServerError, match="out of memory on the device even with one sequence of seq_id 3 at a time; send shorter"):
         adapters[0].forward([datum(6)]).result(60)
+
+
+def test_halves_of_a_micro_batch_give_what_the_whole_gives(engine, monkeypatch):
+    """Five ragged sequences, one [N, K], of a request cut through the middle, beside a neighbour's."""
+    wide = Datum([4, 5, 6], {"target_tokens": np.arange(6).reshape(3, 2), "weights": np.full((3, 2), 0.5, np.float32)})
+    data = [datum(7, 1), datum(12, 2), wide, datum(5, 3), datum(9, 4)]
+    worker = engine._loops[0].executor.worker
+    run, most = worker.run, [1000]
+
+    def small(batch):
+        if len(batch.tokens) > most[0]:
+            raise torch.OutOfMemoryError("no room")
+        return run(batch)
+
+    monkeypatch.setattr(worker, "run", small)
+    answers = []
+    for limit in (1000, 25, 12):
+        most[0] = limit
+        adapter = engine.create_adapter(rank=4, seed=1)
+        output = adapter.forward_backward(data).result(60)
+        answers.append((output, adapter.optim_step().result(60).metrics["grad_norm"]))
+    whole, norm = answers[0]
+    for output, other_norm in answers[1:]:
+        assert other_norm == pytest.approx(norm, rel=1e-6)
+        assert output.loss == pytest.approx(whole.loss, rel=1e-6)
+        for ours, theirs in zip(output.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
+            assert ours["logprobs"].shape == theirs["logprobs"].shape
+            np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-6)
 
 
 def test_a_cancelled_request_does_not_run(engine, monkeypatch):
