@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB = 2048
 
@@ -54,3 +64,27 @@ def tiny_llama(save: str | Path | None = None, *, tied: bool = False, seed: int 
 def tiny_qwen3(save: str | Path | None = None, *, tied: bool = False, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Qwen3 (query and key norms), otherwise as ``tiny_llama``."""
     return build(Qwen3Config(**_shape(tie_word_embeddings=tied, **overrides)), save, seed)
+
+
+def tiny_mistral(save: str | Path | None = None, **overrides: Any) -> PreTrainedModel:
+    """Mistral with a sliding window of 24."""
+    return build(MistralConfig(**_shape(**{"sliding_window": 24, "tie_word_embeddings": False} | overrides)), save)
+
+
+def tiny_phi3(save: str | Path | None = None, **overrides: Any) -> PreTrainedModel:
+    """Phi-3: fused qkv_proj and gate_up_proj."""
+    shape = _shape(tie_word_embeddings=False, **overrides)
+    del shape["head_dim"]
+    return build(Phi3Config(**shape), save)
+
+
+def tiny_gemma3(save: str | Path | None = None, **overrides: Any) -> PreTrainedModel:
+    """Gemma 3: one sliding layer (window 24) and one full, tied head, scaled embeddings, a norm after each part."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24, "query_pre_attn_scalar": 16}
+    return build(Gemma3TextConfig(**_shape(**layers | overrides)), save)
+
+
+def tiny_qwen3_moe(save: str | Path | None = None, **overrides: Any) -> PreTrainedModel:
+    """Qwen3-MoE: 4 experts of width 48, 2 per token."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    return build(Qwen3MoeConfig(**_shape(tie_word_embeddings=False, **experts | overrides)), save)

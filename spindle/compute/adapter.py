@@ -50,6 +50,7 @@ class Adapter:
         self.grads: torch.Tensor | None = None
         self.step = 0
         self._weights: AdapterWeights | None = None
+        self._copies: dict[tuple[torch.device, torch.dtype], tuple[int, AdapterWeights]] = {}
 
     def init(self, seed: int) -> Adapter:
         """A uniform in +-1/sqrt(in), as torch and PEFT start a linear layer; B zero. The same seed gives the same bits on any device."""
@@ -62,12 +63,21 @@ class Adapter:
         return self
 
     def weights(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> AdapterWeights:
-        """The current parameters for a forward pass: the live buffer when dtype and device are its own, else a copy."""
-        if dtype != torch.float32 or (device is not None and device != self.params.device):
-            return AdapterWeights(self.layout, self.params.to(device, dtype))
+        """The current parameters for a forward pass: the live buffer when dtype and device are its own, else a copy of this version."""
         if self._weights is None or self._weights.params is not self.params:
             self._weights = AdapterWeights(self.layout, self.params)
-        return self._weights
+        device = self.params.device if device is None else torch.device(device)
+        if dtype == torch.float32 and device == self.params.device:
+            return self._weights
+        version, copy = self._copies.get((device, dtype), (None, None))
+        if copy is None or version != self.params._version:
+            copy = AdapterWeights(self.layout, self.params.to(device, dtype))
+            self._copies[device, dtype] = self.params._version, copy
+        return copy
+
+    def drop_copies(self) -> None:
+        """Let go of the copies in other dtypes or on other devices: they are stale, or nobody needs them for now."""
+        self._copies.clear()
 
     def snapshot(self, dtype: torch.dtype = torch.float32) -> AdapterWeights:
         """A copy of the parameters that training will not touch."""
@@ -90,3 +100,4 @@ class Adapter:
         """Let the memory go: whoever calls this has the buffers elsewhere and puts them back before anyone reads them."""
         self.params = self.exp_avg = self.exp_avg_sq = torch.empty(0)
         self.grads = self._weights = None
+        self.drop_copies()

@@ -100,7 +100,7 @@ def _by_run(q, k, v, packing: Packing, scale, window, softcap) -> torch.Tensor:
     rows = [count * n for count, n in packing.runs]
     out = []
     for (count, n), *qkv in zip(packing.runs, q.split(rows, 2), k.split(rows, 2), v.split(rows, 2), strict=True):
-        batch = (x[0].unflatten(1, (count, n)).transpose(0, 1) for x in qkv)  # [count, H, n, D]
+        batch = (x if count == 1 else x.squeeze(0).unflatten(1, (count, n)).transpose(0, 1) for x in qkv)  # [count, H, n, D]
         out.append(attend(*batch, scale, window, softcap).transpose(1, 2).flatten(0, 1))
     return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -115,10 +115,10 @@ def packed_attention(
         raise ServerError(f"{type(module).__name__} uses attention sinks, which packed attention does not support")
     packing.calls += 1
     if packing.cache is not None:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         out = packing.cache.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap)
     elif varlen_attn is not None and softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         cu, longest = packing.cu_seqlens(q.device), max(packing.lengths)
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=q.shape[1] != k.shape[1])

@@ -1,4 +1,4 @@
-"""A linear layer whose rows belong to several adapters: one base product for all, then the low-rank update of each row group.
+"""Linear maps whose rows belong to several adapters: one base product for all, then the low-rank update of each row group.
 
 Exactness: a row of a matrix product keeps its bits whatever the other rows are, from MIN_ROWS rows up (tests/compute/test_exact.py
 checks it on the machine at hand). So a group smaller than that computes over a window of its neighbours' rows as well and keeps only
@@ -17,7 +17,7 @@ from torch import nn
 
 from spindle.compute.adapter import AdapterWeights, views
 
-__all__ = ["MIN_ROWS", "LoraLinear", "Route", "RowGroup", "window"]
+__all__ = ["MIN_ROWS", "Block", "LoraLinear", "Route", "Router", "RowGroup", "Update", "adapted", "add_product", "window"]
 
 MIN_ROWS = 16
 
@@ -29,6 +29,28 @@ class RowGroup(NamedTuple):
     stop: int
     weights: AdapterWeights | None
     grad: torch.Tensor | None = None
+
+
+class Update(NamedTuple):
+    """Rows [start, stop) get scale * B A x more. da, db: where the gradients of A [r, in] and B [out, r] are added, or None."""
+
+    start: int
+    stop: int
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    da: torch.Tensor | None
+    db: torch.Tensor | None
+
+
+class Block(NamedTuple):
+    """Rows [start, stop) are multiplied by ``weight`` [out, in]; ``updates`` lie within them."""
+
+    start: int
+    stop: int
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    updates: Sequence[Update]
 
 
 def window(start: int, stop: int, total: int) -> tuple[int, int]:
@@ -44,78 +66,27 @@ class Route:
 
     def __init__(self, groups: Sequence[RowGroup], device: torch.device | str = "cpu") -> None:
         self.groups = [g for g in (RowGroup(*g) for g in groups) if g.weights is not None and g.stop > g.start]
-        self.grads = [None if g.grad is None else views(g.grad, g.weights.layout) for g in self.groups]
+        self.grads = [{} if g.grad is None else views(g.grad, g.weights.layout) for g in self.groups]
         self.anchor = torch.zeros((), device=device, requires_grad=any(g.grad is not None for g in self.groups))
+        self._updates: dict[str, list[Update]] = {}
 
-    def trains(self, path: str) -> bool:
-        return any(grads is not None and path in grads for grads in self.grads)
+    def updates(self, path: str) -> list[Update]:
+        """What the groups add to the linear map of that name."""
+        found = self._updates.get(path)
+        if found is None:
+            found = [
+                Update(g.start, g.stop, *g.weights.matrices[path], g.weights.scale, *grads.get(path, (None, None)))
+                for g, grads in zip(self.groups, self.grads, strict=True)
+                if path in g.weights.matrices
+            ]
+            self._updates[path] = found
+        return found
 
 
 class Router(threading.local):
     """The route of the forward pass that this thread runs, so that sampling and training may share one replica."""
 
     route: Route | None = None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Router:
-        return memo.setdefault(id(self), Router())  # type: ignore[return-value]
-
-
-def _forward(x: torch.Tensor, layer: LoraLinear, route: Route) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """x [T, in] -> y [T, out] and, per group that adapts this layer, z = x A^T [rows, rank]."""
-    y = F.linear(x, layer.weight, layer.bias)
-    hidden = []
-    for g in route.groups:
-        pair = g.weights.matrices.get(layer.path)
-        if pair is None:
-            continue
-        a, b = pair
-        if g.stop - g.start >= MIN_ROWS:
-            z = x[g.start : g.stop] @ a.t()
-            y[g.start : g.stop].addmm_(z, b.t(), alpha=g.weights.scale)
-        else:
-            low, high = window(g.start, g.stop, x.shape[0])
-            own = slice(g.start - low, g.stop - low)
-            z = x[low:high] @ a.t()
-            y[g.start : g.stop].add_((z @ b.t())[own], alpha=g.weights.scale)
-            z = z[own]
-        hidden.append(z)
-    return y, hidden
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, anchor, layer, route):
-        y, hidden = _forward(x, layer, route)
-        ctx.save_for_backward(x, *hidden)
-        ctx.layer, ctx.route = layer, route
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, *hidden = ctx.saved_tensors
-        layer, route = ctx.layer, ctx.route
-        dy = dy.contiguous()
-        dx = dy @ layer.weight if ctx.needs_input_grad[0] else None
-        hidden = iter(hidden)
-        for g, grads in zip(route.groups, route.grads, strict=True):
-            pair = g.weights.matrices.get(layer.path)
-            if pair is None:
-                continue
-            a, b = pair
-            z = next(hidden)
-            low, high = window(g.start, g.stop, dy.shape[0])
-            own = slice(g.start - low, g.stop - low)
-            dz = dy[low:high] @ b
-            if dx is not None:
-                if high - low == g.stop - g.start:
-                    dx[low:high].addmm_(dz, a, alpha=g.weights.scale)
-                else:
-                    dx[g.start : g.stop].add_((dz @ a)[own], alpha=g.weights.scale)
-            if grads is not None:
-                da, db = grads[layer.path]
-                add_product(da, dz[own].t(), x[g.start : g.stop], g.weights.scale)
-                add_product(db, dy[g.start : g.stop].t(), z, g.weights.scale)
-        return dx, None, None, None
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
@@ -124,6 +95,78 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: floa
         out.addmm_(a, b, alpha=scale)
     else:
         out.add_(a @ b, alpha=scale)
+
+
+def _product(x: torch.Tensor, out: torch.Tensor, start: int, stop: int, matrix: torch.Tensor) -> None:
+    """out[start:stop] = x[start:stop] @ matrix, over a window when the rows are few."""
+    low, high = window(start, stop, x.shape[0])
+    if (low, high) == (start, stop):
+        torch.mm(x[start:stop], matrix, out=out[start:stop])
+    elif stop > start:
+        out[start:stop] = (x[low:high] @ matrix)[start - low : stop - low]
+
+
+def _forward(x: torch.Tensor, blocks: Sequence[Block]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """x [T, in] -> y [T, out] and, per update, z = x A^T [rows, rank]."""
+    if len(blocks) == 1:
+        y = F.linear(x, blocks[0].weight, blocks[0].bias)
+    else:
+        y = x.new_empty(x.shape[0], blocks[0].weight.shape[0])
+        for block in blocks:
+            _product(x, y, block.start, block.stop, block.weight.t())
+    hidden = []
+    for block in blocks:
+        for u in block.updates:
+            if u.stop - u.start >= MIN_ROWS:
+                z = x[u.start : u.stop] @ u.a.t()
+                y[u.start : u.stop].addmm_(z, u.b.t(), alpha=u.scale)
+            else:
+                low, high = window(u.start, u.stop, x.shape[0])
+                z = x[low:high] @ u.a.t()
+                y[u.start : u.stop].add_((z @ u.b.t())[u.start - low : u.stop - low], alpha=u.scale)
+                z = z[u.start - low : u.stop - low]
+            hidden.append(z)
+    return y, hidden
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, anchor, blocks):
+        y, hidden = _forward(x, blocks)
+        ctx.save_for_backward(x, *hidden)
+        ctx.blocks = blocks
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, *hidden = ctx.saved_tensors
+        blocks, dy = ctx.blocks, dy.contiguous()
+        dx = None
+        if ctx.needs_input_grad[0]:
+            if len(blocks) == 1:
+                dx = dy @ blocks[0].weight
+            else:
+                dx = torch.empty_like(x)
+                for block in blocks:
+                    _product(dy, dx, block.start, block.stop, block.weight)
+        hidden = iter(hidden)
+        for block in blocks:
+            for u in block.updates:  # these shapes come from the group's own rows alone: no window needed
+                z, own = next(hidden), dy[u.start : u.stop]
+                dz = own @ u.b
+                if dx is not None:
+                    dx[u.start : u.stop].addmm_(dz, u.a, alpha=u.scale)
+                if u.da is not None:
+                    add_product(u.da, dz.t(), x[u.start : u.stop], u.scale)
+                    add_product(u.db, own.t(), z, u.scale)
+        return dx, None, None
+
+
+def adapted(x: torch.Tensor, blocks: Sequence[Block], route: Route) -> torch.Tensor:
+    """x [T, in] -> [T, out]: each block's product with its updates. The blocks cover the rows, in order."""
+    if torch.is_grad_enabled() and (x.requires_grad or any(u.da is not None for block in blocks for u in block.updates)):
+        return _Adapted.apply(x, route.anchor, blocks)
+    return _forward(x, blocks)[0]
 
 
 class LoraLinear(nn.Module):
@@ -141,8 +184,5 @@ class LoraLinear(nn.Module):
         if route is None or not route.groups:
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, self.in_features)
-        if torch.is_grad_enabled() and (x.requires_grad or route.trains(self.path)):
-            y = _Function.apply(rows, route.anchor, self, route)
-        else:
-            y, _ = _forward(rows, self, route)
+        y = adapted(rows, [Block(0, rows.shape[0], self.weight, self.bias, route.updates(self.path))], route)
         return y.view(*x.shape[:-1], self.out_features)

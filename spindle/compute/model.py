@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from spindle.compute.attention import ATTENTION, Packing
+from spindle.compute.experts import EXPERTS, open_experts
 from spindle.compute.head import Head
 from spindle.compute.layout import AdapterLayout, LoraTarget, build_layout
 from spindle.compute.lora import LoraLinear, Route, Router, RowGroup
@@ -134,7 +135,7 @@ class BaseModel:
         """
         with self._routed(Route(groups, self.device)):
             out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
-        return out.last_hidden_state[0]
+        return out.last_hidden_state.squeeze(0)
 
     def logits(self, hidden: torch.Tensor, groups: Sequence[RowGroup | tuple] = ()) -> torch.Tensor:
         """hidden [n, H], groups over those n rows -> float32 logits [n, V]. For sampling: no gradient."""
@@ -153,11 +154,16 @@ class BaseModel:
                 f"model type {kind!r} is not supported: {packing.calls} of its {self.config.num_hidden_layers} layers use the attention "
                 "interface; layers of another kind would see across packed sequences"
             )
+        experts = any(t.parameter for t in self.targets)
         self.model.set_attn_implementation("eager")
+        if experts:
+            self.model.set_experts_implementation("eager")
         try:
             theirs = [self.model(input_ids=t[None], use_cache=False).logits[0] for t in tokens.split(n)]
         finally:
             self.model.set_attn_implementation(ATTENTION)
+            if experts:
+                self.model.set_experts_implementation(EXPERTS)
         error = (ours - torch.log_softmax(torch.cat(theirs).float(), -1)).abs().max().item()
         if not error <= (1e-3 if self.dtype == torch.float32 else 0.5):
             raise UserError(f"model type {kind!r} is not supported: packed logprobs differ from transformers' by {error:.3g}")
@@ -170,6 +176,7 @@ def _open_to_adapters(model: PreTrainedModel, router: Router) -> list[LoraTarget
         raise UserError(f"model type {model.config.model_type!r} is not supported: its unembedding is {type(head).__name__}, not nn.Linear")
     targets = []
     for path, module in list(model.named_modules()):
+        targets += open_experts(module, path, router)
         parent, _, leaf = path.rpartition(".")
         if not isinstance(module, nn.Linear) or module is head or ".layers." not in f".{path}" or leaf in _ROUTERS:
             continue
@@ -178,5 +185,7 @@ def _open_to_adapters(model: PreTrainedModel, router: Router) -> list[LoraTarget
         model.set_submodule(path, LoraLinear(module, path, router))
     if not any(t.kind == "attn" for t in targets):
         raise UserError(f"model type {model.config.model_type!r} is not supported: no nn.Linear found in its attention layers")
+    if any(t.parameter for t in targets):
+        model.set_experts_implementation(EXPERTS)
     path = next(name for name, module in model.named_modules() if module is head)
     return [*targets, LoraTarget(path, head.in_features, head.out_features, "unembed")]

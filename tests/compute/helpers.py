@@ -99,7 +99,10 @@ class Oracle:
             target_parameters=list(layout.target_parameters) or None,
             lora_dropout=0.0,
         )
-        self.model = peft.get_peft_model(copy.deepcopy(model).to(dtype), config)
+        model = copy.deepcopy(model).to(dtype)
+        if hasattr(model.config, "num_experts"):
+            model.set_experts_implementation("eager")  # the grouped kernels know no float64
+        self.model = peft.get_peft_model(model, config)
         self.slots = {s.name: s for s in layout.slots}
         own = dict(self.model.named_parameters())
         self.params = {name: own[name.replace(".weight", ".default.weight")] for name in self.slots}

@@ -13,7 +13,7 @@ from spindle.compute.model import BaseModel
 from spindle.compute.worker import DeviceWorker
 from spindle.types import AdamParams, LoraConfig
 from tests.compute.helpers import Item, Oracle, Request, pack, random_adapter, random_item
-from tests.tiny import tiny_llama, tiny_qwen3
+from tests.tiny import tiny_gemma3, tiny_llama, tiny_mistral, tiny_phi3, tiny_qwen3, tiny_qwen3_moe
 
 ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS = {
@@ -22,6 +22,10 @@ MODELS = {
     "llama_rope_scaled": lambda: tiny_llama(rope_parameters={**ROPE, "original_max_position_embeddings": 64}),
     "qwen3": lambda: tiny_qwen3(),
     "qwen3_tied": lambda: tiny_qwen3(tied=True),
+    "mistral_sliding": tiny_mistral,
+    "phi3_fused": tiny_phi3,
+    "gemma3": tiny_gemma3,
+    "qwen3_moe": tiny_qwen3_moe,
 }
 
 

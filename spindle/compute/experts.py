@@ -1,0 +1,91 @@
+"""Mixture-of-experts layers that keep their experts as 3-D parameters: rows sorted by expert, one product per expert, LoRA per expert.
+
+Registered with transformers' ExpertsInterface. An adapter's stack of E low-rank pairs lies as PEFT has it: A [E * rank, in], expert by
+expert; B [out, rank * E], the expert index running fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+
+from spindle.compute.layout import LoraTarget
+from spindle.compute.lora import Block, Route, Router, Update, adapted
+from spindle.errors import UserError
+
+__all__ = ["EXPERTS", "open_experts"]
+
+EXPERTS = "spindle_experts"
+
+
+@dataclass
+class _Names:
+    """What an experts module is told at load: where the route is found, and its two targets' paths."""
+
+    router: Router
+    gate_up: str
+    down: str
+
+
+def open_experts(module: nn.Module, path: str, router: Router) -> list[LoraTarget]:
+    """The LoRA targets of an experts module, which is told their names; [] when it is no experts module.
+
+    Raises UserError for an expert layout that EXPERTS cannot run.
+    """
+    stacks = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    if not all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in stacks):
+        return []
+    if getattr(module, "is_transposed", True) or getattr(module, "has_bias", True) or not getattr(module, "is_concatenated", False):
+        raise UserError(f"{type(module).__name__} is not supported: its experts are transposed, interleaved or have biases")
+    names = module.spindle = _Names(router, f"{path}.base_layer", path)  # PEFT wraps the parameters in this order
+    where = ".".join(path.split(".")[-2:])
+    experts, two_inner, hidden = stacks[0].shape
+    return [
+        LoraTarget(names.gate_up, hidden, two_inner, "mlp", experts, f"{where}.gate_up_proj"),
+        LoraTarget(names.down, two_inner // 2, hidden, "mlp", experts, f"{where}.down_proj"),
+    ]
+
+
+def _blocks(stack: torch.Tensor, updates: list[Update], tokens: np.ndarray, offsets: np.ndarray) -> Iterator[Block]:
+    """A block per expert that has rows. tokens [M]: the token of every sorted row, ascending within an expert; offsets [E + 1]."""
+    count = stack.shape[0]
+    for e in np.flatnonzero(np.diff(offsets)).tolist():
+        low, high = int(offsets[e]), int(offsets[e + 1])
+        mine = []
+        for u in updates:
+            start, stop = (low + np.searchsorted(tokens[low:high], (u.start, u.stop))).tolist()
+            if start < stop:
+                rank = u.a.shape[0] // count
+                a, da = (None if x is None else x[e * rank : (e + 1) * rank] for x in (u.a, u.da))
+                b, db = (None if x is None else x.view(x.shape[0], rank, count)[:, :, e] for x in (u.b, u.db))
+                mine.append(Update(start, stop, a, b, u.scale, da, db))
+        yield Block(low, high, stack[e], None, mine)
+
+
+def experts_forward(module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]."""
+    names: _Names = module.spindle
+    route = names.router.route or Route(())
+    total, k = top_k_index.shape
+    flat = top_k_index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(flat.cpu().numpy(), minlength=module.gate_up_proj.shape[0]))])
+    tokens = (order // k).cpu().numpy()
+
+    def product(x: torch.Tensor, stack: torch.Tensor, path: str) -> torch.Tensor:
+        return adapted(x, list(_blocks(stack, route.updates(path), tokens, offsets)), route)
+
+    x = hidden_states.unsqueeze(1).expand(-1, k, -1).reshape(total * k, -1)[order]  # so that the backward adds in a fixed order
+    gate, up = product(x, module.gate_up_proj, names.gate_up).chunk(2, dim=-1)
+    y = product(module.act_fn(gate) * up, module.down_proj, names.down)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return (y[back].view(total, k, -1) * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+ExpertsInterface.register(EXPERTS, experts_forward)
