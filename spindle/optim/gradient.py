@@ -15,6 +15,7 @@ def take_gradient(adapter: Adapter, clip_norm: float) -> tuple[torch.Tensor | No
     """The accumulated gradient [P], cleared from the adapter and clipped to a global norm of ``clip_norm`` (0: off); zeros when there
     was none; None when it is not finite. With it, the metrics grad_norm (before clipping) and step_skipped."""
     grad, adapter.grads = adapter.grads, None
+    adapter.drop_copies()
     if grad is None:
         return torch.zeros_like(adapter.params), {"grad_norm": 0.0, "step_skipped": 0.0}
     norm = torch.linalg.vector_norm(grad, dtype=torch.float64).item()
