@@ -80,7 +80,7 @@ async def get(call: Call) -> Any:
         row_or_sampler: Any = await call.server.sampler(sampler_id, call.owner)
     else:
         row_or_sampler = row
-    return {"sampler_id": sampler_id, "base_model": row_or_sampler.base_model, "model_path": row_or_sampler.model_path}
+    return {"sampler_id": sampler_id, "base_model": row_or_sampler.base_model, "model_path": row_or_sampler.model_path or None}
 
 
 class Params(Strict):

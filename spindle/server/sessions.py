@@ -69,8 +69,8 @@ async def search(call: Call) -> Any:
         raise InvalidRequest(f"limit is {request.limit}, allowed is 1 to 200")
     rows = [row for row in call.server.catalogue.sessions(call.owner) if request.matches(row, call.server.sessions)]
     if (cursor := request.cursor) is not None:
-        key = (cursor.last_created_at.timestamp(), cursor.last_session_id)
-        rows = [row for row in rows if (row.created_at, row.session_id) < key]
+        key = (cursor.last_created_at, cursor.last_session_id)
+        rows = [row for row in rows if (as_datetime(row.created_at), row.session_id) < key]
     page = rows[: request.limit]
     following = None
     if len(rows) > len(page):
@@ -179,5 +179,9 @@ def _summary(call: Call, row: SessionRow) -> dict[str, Any]:
     }
 
 
+def as_datetime(seconds: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+
+
 def iso_time(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+    return as_datetime(seconds).isoformat()

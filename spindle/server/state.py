@@ -15,7 +15,7 @@ from spindle.server.futures import Entry, Gone, Registry
 from spindle.server.keys import Keys
 from spindle.server.live import LiveModel, LiveSampler, LiveSession, Published, Weights
 from spindle.server.settings import ServerSettings
-from spindle.store.catalogue import Catalogue, CheckpointRow, RunRow, SamplerRow, SessionRow
+from spindle.store.catalogue import UNNAMED, Catalogue, CheckpointRow, RunRow, SamplerRow, SessionRow
 from spindle.store.names import TinkerPath, parse_path
 
 __all__ = ["Server"]
@@ -204,7 +204,7 @@ class Server:
         if row is None or row.owner != owner:
             raise NotFound(f"no sampling session {sampler_id[:200]!r}")
         session = self.session(row.session_id, owner)
-        if row.model_path is None and row.base_model == "":
+        if row.model_path == UNNAMED:
             raise NotFound(f"sampling session {sampler_id} was on weights without a name, which a restart drops: save them under a name")
         weights = await self.weights_of(row.model_path, owner)
         return self.samplers.get(sampler_id) or self.add_sampler(session, row, weights)

@@ -18,7 +18,7 @@ from spindle.server.live import LiveModel, Weights
 from spindle.server.models import ADAMW, begin_model, optimizer_type
 from spindle.server.ordered import Address, submit_in_order
 from spindle.server.routing import Call, Routes
-from spindle.store.catalogue import CheckpointRow, RunRow, SamplerRow, checkpoint_row
+from spindle.store.catalogue import UNNAMED, CheckpointRow, RunRow, SamplerRow, checkpoint_row
 from spindle.store.checkpoint import read_description
 from spindle.store.files import new_directory
 from spindle.store.names import TinkerPath, check_name, check_ttl, parse_path
@@ -103,6 +103,7 @@ async def save_for_sampler(call: Call) -> Response:
             model.owner,
             server.catalogue.clock(),
             model.base_model,
+            UNNAMED,
         )
         return Publish()
 

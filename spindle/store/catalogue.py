@@ -24,6 +24,7 @@ from spindle.store.names import TinkerPath
 __all__ = ["Catalogue", "CheckpointRow", "RunRow", "SamplerRow", "SessionRow"]
 
 SCHEMA_VERSION = 1
+UNNAMED = ""  # model_path of a sampler on weights that were published without a name, and live in memory only
 _SCHEMA = """
 CREATE TABLE sessions (session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at REAL NOT NULL, status TEXT NOT NULL, detail TEXT,
     tags TEXT NOT NULL, user_metadata TEXT NOT NULL, display_name TEXT, sdk_version TEXT NOT NULL, project_id TEXT) WITHOUT ROWID;

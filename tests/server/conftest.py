@@ -7,7 +7,7 @@ import tinker
 
 from spindle.compute.model import BaseModel
 from spindle.engine import Engine
-from spindle.server import ServerSettings, running
+from spindle.server import running
 from tests.server.wire import Wire
 from tests.tiny import tiny_llama
 
@@ -27,8 +27,7 @@ def engine(model):
 
 @pytest.fixture(scope="module")
 def url(engine, tmp_path_factory):
-    settings = ServerSettings(client_config={"custom_loss_server_side": False})
-    with running(engine, store=tmp_path_factory.mktemp("store"), name=NAME, aliases=["spindle/alias"], settings=settings) as url:
+    with running(engine, store=tmp_path_factory.mktemp("store"), name=NAME, aliases=["spindle/alias"]) as url:
         yield url
 
 

@@ -1,0 +1,113 @@
+"""API keys: who may come in, and what each sees."""
+
+from __future__ import annotations
+
+import pytest
+import tinker
+
+from spindle.errors import InvalidRequest
+from spindle.server import running, serve
+from spindle.server.keys import Keys
+from tests.server.wire import NAME, Wire, datum
+
+KEYS = {"ann": "tml-ann-key", "bob": "tml-bob-key"}
+
+
+@pytest.fixture(scope="module")
+def guarded(engine, tmp_path_factory):
+    with running(engine, store=tmp_path_factory.mktemp("store"), name=NAME, api_keys=KEYS) as url:
+        yield url
+
+
+@pytest.fixture
+def ann(guarded):
+    return Wire(guarded, KEYS["ann"])
+
+
+@pytest.fixture
+def bob(guarded):
+    return Wire(guarded, KEYS["bob"])
+
+
+@pytest.mark.parametrize("key", [None, "", "tml-wrong", "tml-ann-ke", "tml-ann-key2", "Ünïcode"])
+def test_other_keys_are_refused(guarded, key):
+    wire = Wire(guarded, session=False)
+    headers = {} if key is None else {"X-API-Key": key.encode()}
+    response = wire.post("/create_session", json={}, headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"] == "X-API-Key is missing or not one of this server's keys"
+    assert wire.get("/healthz", headers=headers).json() == {"status": "ok"}
+
+
+def test_the_sdk_comes_in_with_a_key(guarded):
+    service = tinker.ServiceClient(base_url=guarded, api_key=KEYS["ann"])
+    assert service.create_lora_training_client(NAME, rank=2).result().get_info().lora_rank == 2
+    service.close("success").result(timeout=30)
+
+
+def test_nobody_sees_another_owners_things(ann, bob):
+    model = ann.model()
+    ack = ann.train(model, 1, [datum(4)])
+    path = ann.result(ann.ok("save_weights", model_id=model, seq_id=2, path="x"))["path"]
+    sampler = ann.ok("create_sampling_session", session_id=ann.session_id, sampling_session_seq_id=0, base_model=NAME)[
+        "sampling_session_id"
+    ]
+    checkpoint = f"/training_runs/{model}/checkpoints/weights/x"
+    assert bob.get("/training_runs").json()["training_runs"] == []
+    assert bob.get("/checkpoints").json()["checkpoints"] == []
+    assert ann.session_id not in bob.get("/sessions").json()["sessions"]
+    for response in (
+        bob.get(f"/training_runs/{model}"),
+        bob.get(f"/training_runs/{model}/checkpoints"),
+        bob.get(f"/sessions/{ann.session_id}"),
+        bob.get(f"/samplers/{sampler}"),
+        bob.delete(checkpoint),
+        bob.post(checkpoint + "/publish"),
+        bob.put(checkpoint + "/ttl", json={"ttl_seconds": 3600}),
+        bob.get(checkpoint + "/archive"),
+        bob.post("/get_info", json={"model_id": model}),
+        bob.post("/weights_info", json={"tinker_path": path}),
+        bob.post("/session_heartbeat", json={"session_id": ann.session_id}),
+        bob.post("/retrieve_future", json={"request_id": ack["request_id"]}),
+        bob.post("/cancel_future", json={"request_id": ack["request_id"]}),
+        bob.post("/optim_step", json={"model_id": model, "seq_id": 3, "adam_params": {}}),
+        bob.post("/load_weights", json={"session_id": bob.session_id, "model_seq_id": 50, "path": path, "optimizer": False}),
+        bob.post("/copy_weights", json={"source_path": path}),
+        bob.post("/create_sampling_session", json={"session_id": bob.session_id, "sampling_session_seq_id": 1, "model_path": path}),
+    ):
+        assert response.status_code == 404, (response.request.url, response.text)
+
+
+def test_a_published_checkpoint_can_be_read_but_not_changed(ann, bob):
+    model = ann.model()
+    path = ann.result(ann.ok("save_weights", model_id=model, seq_id=1, path="shared"))["path"]
+    checkpoint = f"/training_runs/{model}/checkpoints/weights/shared"
+    assert ann.post(checkpoint + "/publish").status_code == 200
+    assert bob.ok("weights_info", tinker_path=path)["lora_rank"] == 4
+    assert bob.result(bob.ok("load_weights", session_id=bob.session_id, model_seq_id=0, path=path, optimizer=False))["path"] == path
+    assert bob.delete(checkpoint).status_code == 404
+    assert ann.delete(checkpoint + "/publish").status_code == 200
+    assert bob.refused("weights_info", 404, tinker_path=path).startswith("no checkpoint")
+
+
+def test_an_access_token_opens_another_owners_checkpoint(ann, bob):
+    model = ann.model()
+    path = ann.result(ann.ok("save_weights", model_id=model, seq_id=1, path="lent"))["path"]
+    body = {"session_id": bob.session_id, "model_seq_id": 9, "path": path, "optimizer": False}
+    assert bob.result(bob.ok("load_weights", **body, weights_access_token=KEYS["ann"]))["path"] == path
+
+
+def test_without_a_key_only_loopback_may_bind(engine, tmp_path):
+    with pytest.raises(InvalidRequest, match="without an API key only this machine may connect: listen on 127"):
+        serve(engine, host="0.0.0.0", store=tmp_path)
+
+
+def test_keys_must_look_like_keys():
+    with pytest.raises(InvalidRequest, match='must begin with "tml-"'):
+        Keys({"ann": "secret"})
+    with pytest.raises(InvalidRequest, match="two API keys have the same owner's name"):
+        Keys(["ann=tml-abcd", "ann=tml-efgh"])
+    keys = Keys(["ann=tml-abcd", "tml-efgh"])
+    assert keys.owner("tml-abcd") == "ann"
+    assert keys.owner("tml-efgh").startswith("key-")
+    assert keys.owner("tml-none") is None

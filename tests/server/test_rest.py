@@ -1,0 +1,250 @@
+"""RestClient, downloads, sessions, custom losses and retrieve_futures through the stock SDK."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import pickle
+import tarfile
+
+import httpx
+import pytest
+import tinker
+import torch
+from tinker import types
+from tinker.lib.public_interfaces.rest_client import RestClient
+
+from tests.server.conftest import NAME
+from tests.server.test_sdk import adam, datum
+
+KEY = "tml-test-key"
+
+
+@pytest.fixture
+def rest(url):
+    return RestClient(base_url=url, api_key=KEY)
+
+
+@pytest.fixture
+def training(service):
+    return service.create_lora_training_client(NAME, rank=4, seed=1, user_metadata={"purpose": "test"}).result()
+
+
+def test_training_runs_are_listed_in_pages(rest, service, training):
+    second = service.create_lora_training_client(NAME, rank=2).result()
+    page = rest.list_training_runs(limit=2).result()
+    assert [run.training_run_id for run in page.training_runs] == [second.model_id, training.model_id]
+    assert page.cursor.total_count >= 2
+    following = rest.list_training_runs(limit=1, offset=1).result()
+    assert following.training_runs[0].training_run_id == training.model_id
+    run = rest.get_training_run(training.model_id).result()
+    assert (run.base_model, run.lora_rank, run.is_lora, run.user_metadata) == (NAME, 4, True, {"purpose": "test"})
+
+
+def test_checkpoints_are_listed_published_expired_and_deleted(rest, training):
+    path = training.save_state("one", ttl_seconds=7200, user_metadata={"k": "v"}).result().path
+    named = training.save_weights_for_sampler("one").result().path
+    listed = rest.list_checkpoints(training.model_id).result().checkpoints
+    assert {(item.tinker_path, item.checkpoint_type) for item in listed} == {(path, "training"), (named, "sampler")}
+    first = next(item for item in listed if item.tinker_path == path)
+    assert first.user_metadata == {"k": "v"} and first.size_bytes > 1000
+    assert 7100 < (first.expires_at - first.time).total_seconds() < 7300
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    rest.publish_checkpoint_from_tinker_path(path).result()
+    changed = next(item for item in rest.list_user_checkpoints().result().checkpoints if item.tinker_path == path)
+    assert changed.expires_at is None and changed.public
+    rest.unpublish_checkpoint_from_tinker_path(path).result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert [item.tinker_path for item in rest.list_checkpoints(training.model_id).result().checkpoints] == [named]
+    with pytest.raises(tinker.NotFoundError, match="was never saved, was deleted, or has expired"):
+        rest.get_weights_info_by_tinker_path(path).result()
+
+
+def test_weights_info_says_how_to_make_the_same_adapter(rest, training):
+    info = rest.get_weights_info_by_tinker_path(training.save_state("info").result().path).result()
+    assert (info.base_model, info.is_lora, info.lora_rank, info.train_mlp) == (NAME, True, 4, True)
+
+
+def test_sessions_and_samplers_are_described(rest, service, training):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    session_id = service.holder.get_session_id()
+    session = rest.get_session(session_id).result()
+    assert training.model_id in session.training_run_ids
+    assert session.sampler_ids == [sampler._sampling_session_id]
+    assert session_id in rest.list_sessions().result().sessions
+    described = rest.get_sampler(sampler._sampling_session_id).result()
+    assert (described.base_model, described.model_path) == (NAME, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sessions_can_be_searched(url, rest):
+    made = []
+    for name in ("nightly alpha", "nightly beta", "other"):
+        service = tinker.ServiceClient(base_url=url, api_key=KEY, display_name=name, user_metadata={"name": name})
+        made.append(service.holder.get_session_id())
+        if name == "nightly alpha":
+            service.close("errored", detail="it broke").result(timeout=30)
+    page = rest.search_sessions(types.SessionSearchRequest(display_name="NIGHTLY", limit=1)).result()
+    assert [item.session_id for item in page.sessions] == [made[1]]
+    page = rest.search_sessions(types.SessionSearchRequest(display_name="NIGHTLY", limit=1, cursor=page.next_cursor)).result()
+    assert [item.session_id for item in page.sessions] == [made[0]]
+    assert page.next_cursor is None
+    assert page.sessions[0].status.reason.type == "errored"
+    found = rest.search_sessions(types.SessionSearchRequest(user_metadata={"name": "other"})).result().sessions
+    assert [item.session_id for item in found] == [made[2]]
+
+
+def test_a_finished_session_is_over(url):
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    training = service.create_lora_training_client(NAME, rank=2).result()
+    session_id = service.holder.get_session_id()
+    service.close("success").result(timeout=30)
+    wire = httpx.Client(base_url=f"{url}/api/v1")
+    assert wire.post("/session_heartbeat", json={"session_id": session_id}).status_code == 410
+    assert wire.post("/session_heartbeat", json={"session_id": "unknown"}).status_code == 404
+    assert wire.post("/get_info", json={"model_id": training.model_id}).status_code == 404
+
+
+def test_an_archive_holds_the_files_of_the_checkpoint(url, training, engine):
+    training.save_state("packed").result()
+    wire = httpx.Client(base_url=url, follow_redirects=True)
+    where = f"/api/v1/training_runs/{training.model_id}/checkpoints/weights/packed/archive"
+    redirect = wire.get(where, follow_redirects=False)
+    assert redirect.status_code == 302 and redirect.headers["expires"].endswith("GMT")
+    with tarfile.open(fileobj=io.BytesIO(wire.get(where).content)) as archive:
+        names = archive.getnames()
+        assert names == ["adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "spindle.json"]
+        data = archive.extractfile("adapter_model.safetensors").read()
+    from safetensors.torch import load
+
+    params = engine.resident(training.model_id).adapter
+    slot = params.layout.slots[0]
+    assert torch.equal(load(data)[slot.name].flatten(), params.params[slot.offset : slot.offset + slot.numel])
+    broken = redirect.headers["location"].replace("/files/", "/files/x")
+    assert wire.get(broken).status_code == 404
+
+
+def test_external_weights_are_saved_and_downloaded_by_signed_links(rest, training):
+    path = training.save_weights_external("export").result().path
+    links = rest.get_external_weights_urls(path).result()
+    assert set(links.urls) == {"adapter_config.json", "adapter_model.safetensors", "spindle.json"}
+    assert httpx.get(links.urls["adapter_config.json"]).json()["r"] == 4
+    with pytest.raises(tinker.RequestFailedError, match=r"this server cannot encrypt|is neither an age1"):
+        training.save_weights_external("secret", age_encryption_recipients=["age1nonsense"]).result()
+
+
+def test_copied_weights_are_the_callers_own(rest, service, training):
+    training.forward_backward([datum(6)], "cross_entropy")
+    training.optim_step(adam()).result()
+    path = training.save_state("original").result().path
+    copied = rest.copy_weights(path, "any-project").result()
+    assert copied != path and copied.endswith("/weights/original")
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    client = service.create_training_client_from_state_with_optimizer(copied).result()
+    expected = training.forward([datum(6)], "cross_entropy").result().metrics
+    assert client.forward([datum(6)], "cross_entropy").result().metrics == expected
+
+
+def test_custom_losses_run_on_the_server(service, training):
+    def squared(logprobs, weights):
+        loss = (weights * logprobs**2).sum()
+        return loss, {"custom/squared:sum": loss}
+
+    handle = service.create_custom_loss(squared, {"logprobs": 1, "weights": 1}).result()
+    assert handle.loss_id
+    data = [datum(6), datum(4, 1)]
+    output = training.forward_backward_custom(data, handle).result()
+    logprobs = [item["logprobs"].to_torch() for item in training.forward(data, "cross_entropy").result().loss_fn_outputs]
+    expected = float(sum((item**2).sum() for item in logprobs))
+    assert output.metrics["custom/squared:sum"] == pytest.approx(expected, rel=1e-5)
+    on_server = training.optim_step(adam(0)).result().metrics["grad_norm"]
+    training.forward_backward_custom(data, lambda data, logprobs: (sum((item**2).sum() for item in logprobs), {})).result()
+    assert training.optim_step(adam(0)).result().metrics["grad_norm"] == pytest.approx(on_server, rel=1e-4)
+
+
+def test_completions_can_be_polled_for_a_whole_sampling_session(url, engine, monkeypatch):
+    from tinker.lib.internal_client_holder import InternalClientHolder
+
+    fetch = InternalClientHolder._fetch_client_config
+
+    async def with_poller(self, auth):
+        return (await fetch(self, auth)).model_copy(update={"sample_use_retrieve_futures": True})
+
+    monkeypatch.setattr(InternalClientHolder, "_fetch_client_config", with_poller)
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    params = types.SamplingParams(max_tokens=3, seed=1)
+    futures = [sampler.sample(types.ModelInput.from_ints([5, 6, index]), 2, params) for index in range(20)]
+    assert [len(future.result(timeout=60).sequences) for future in futures] == [2] * 20
+    service.close("success").result(timeout=30)
+
+
+def _sample_elsewhere(pickled: bytes, queue) -> None:
+    sampler = pickle.loads(pickled)
+    queue.put(
+        sampler.sample(types.ModelInput.from_ints([5, 6]), 1, types.SamplingParams(max_tokens=3, temperature=0))
+        .result()
+        .sequences[0]
+        .tokens
+    )
+
+
+@pytest.mark.slow
+def test_a_pickled_sampler_works_in_another_process(service):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    expected = sampler.sample(types.ModelInput.from_ints([5, 6]), 1, types.SamplingParams(max_tokens=3, temperature=0)).result()
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_sample_elsewhere, args=(pickle.dumps(sampler), queue))
+    process.start()
+    assert list(queue.get(timeout=90)) == list(expected.sequences[0].tokens)
+    process.join()
+
+
+def test_abandoned_sampling_is_cancelled(url, service):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    future = sampler.sample(types.ModelInput.from_ints([5, 6]), 1, types.SamplingParams(max_tokens=400, stop=[]))
+    future.future().cancel() if hasattr(future, "future") else future.cancel()
+    after = sampler.sample(types.ModelInput.from_ints([5, 6]), 1, types.SamplingParams(max_tokens=2, stop=[]))
+    assert len(after.result(timeout=60).sequences[0].tokens) == 2
+
+
+@pytest.mark.parametrize("path", ["/billing/usage/events", "/audit", "/nothing"])
+def test_what_is_not_here_says_so(url, path):
+    response = httpx.get(f"{url}/api/v1{path}")
+    assert response.status_code == 404
+    assert "it has no billing, audit or projects" in response.json()["error"]
+
+
+@pytest.fixture
+def run_tinker(url, monkeypatch):
+    """The ``tinker`` command, run in this process: its output."""
+    from click.testing import CliRunner
+    from tinker.cli.__main__ import main_cli
+
+    monkeypatch.setenv("TINKER_BASE_URL", url)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(main_cli, words)
+        assert done.exit_code == 0, (done.output, done.exception)
+        return done.output
+
+    return run
+
+
+def test_the_tinker_command_line(run_tinker, training, tmp_path):
+    path = training.save_state("shown").result().path
+    run, first = training.model_id, ("--format", "json")
+    assert NAME in run_tinker(*first, "model", "list")
+    assert run in run_tinker(*first, "run", "list")
+    assert '"lora_rank": 4' in run_tinker(*first, "run", "info", run)
+    assert path in run_tinker(*first, "checkpoint", "list", "--run-id", run)
+    assert path in run_tinker(*first, "checkpoint", "info", path)
+    run_tinker("checkpoint", "publish", path)
+    run_tinker("checkpoint", "unpublish", path)
+    run_tinker("checkpoint", "set-ttl", path, "--ttl", "7200")
+    run_tinker("checkpoint", "download", path, "--output", str(tmp_path))
+    assert list(tmp_path.rglob("adapter_model.safetensors"))
+    run_tinker("checkpoint", "delete", path, "--yes")
+    assert path not in run_tinker(*first, "checkpoint", "list", "--run-id", run)
