@@ -14,6 +14,7 @@ import uvicorn
 from spindle.errors import InvalidRequest, ServerError
 from spindle.server.app import create_app
 from spindle.server.keys import is_loopback
+from spindle.server.protocol import bounded_protocol
 from spindle.server.settings import ServerSettings
 
 __all__ = ["running", "serve"]
@@ -41,7 +42,7 @@ def _uvicorn(
         host=host,
         port=port,
         loop="uvloop",
-        http="httptools",
+        http=bounded_protocol(settings or ServerSettings()),
         ws="none",
         lifespan="on",
         log_level=log_level,

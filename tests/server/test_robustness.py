@@ -1,0 +1,246 @@
+"""What hostile, broken and unlucky clients send: always an answer that says what is wrong, never a 500, never a stuck server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from spindle import codec
+from spindle.server import ServerSettings, running
+from spindle.server.app import NOUNS
+from tests.server.wire import NAME, PROTOBUF, Wire, datum
+
+SMALL = ServerSettings(max_body_bytes=100_000, max_json_bytes=20_000, body_idle_timeout_s=0.5, header_timeout_s=0.5, max_header_bytes=8_000)
+
+
+@pytest.fixture(scope="module")
+def strict(engine, tmp_path_factory):
+    with running(engine, store=tmp_path_factory.mktemp("store"), name=NAME, settings=SMALL) as url:
+        yield url
+
+
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    return connection
+
+
+def head(length: int | str, path: str = "/api/v1/forward_backward", kind: str = PROTOBUF) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def answer(connection: socket.socket, timeout_s: float = 2) -> bytes:
+    """Everything the server sends until it closes, has sent an object, or pauses."""
+    connection.settimeout(timeout_s)
+    received = b""
+    try:
+        while part := connection.recv(65536):
+            received += part
+            if b"\r\n\r\n" in received and received.endswith(b"}"):
+                break
+    except TimeoutError:
+        pass
+    return received
+
+
+def test_a_body_that_stops_arriving_is_given_up(strict):
+    with closing(connect(strict)) as connection:
+        connection.sendall(head(1000) + b"x" * 10)
+        received = answer(connection)
+    assert b" 400 " in received and b"stopped arriving after 10 bytes: nothing came for 0.5 s" in received
+
+
+def test_a_head_that_never_ends_is_cut_off(strict):
+    with closing(connect(strict)) as connection:
+        connection.sendall(b"POST /api/v1/forward_backward HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        started = time.monotonic()
+        assert connection.recv(100) == b""
+        assert 0.2 < time.monotonic() - started < 3
+
+
+def test_a_connection_that_says_nothing_is_closed(strict):
+    with closing(connect(strict)) as connection:
+        assert connection.recv(100) == b""
+
+
+@pytest.mark.parametrize("what", [b"X-Long: " + b"y" * 50_000, b"".join(b"X-%d: y\r\n" % i for i in range(5_000))])
+def test_long_heads_are_refused(strict, what):
+    with closing(connect(strict)) as connection:
+        try:
+            connection.sendall(b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n" + what)
+            received = answer(connection)
+        except ConnectionError:
+            return  # closed while we were still sending
+    assert b" 400 " in received and b"have more than 8000 bytes" in received
+
+
+def test_a_long_path_is_refused(strict):
+    with closing(connect(strict)) as connection:
+        connection.sendall(b"GET /api/v1/" + b"a" * 7_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 404 " in answer(connection)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_over_the_limit_is_refused_with_the_limit(strict, declared):
+    wire = Wire(strict)
+    big = b"x" * 150_000
+    content = big if declared else iter([big[:75_000], big[75_000:]])
+    response = wire.post("/forward_backward", content=content, headers={"Content-Type": PROTOBUF})
+    assert response.status_code == 400
+    assert "at most 100000 are allowed" in response.json()["error"]
+    assert wire.get("/healthz").json() == {"status": "ok"}
+
+
+def test_aborted_uploads_and_junk_leave_the_server_well(strict):
+    wire = Wire(strict)
+    model = wire.model()
+    for junk in (
+        head(1000) + b"half",
+        head(-5) + b"x",
+        head("many") + b"x",
+        head(3) + b"abcdefgh" * 100,
+        b"\x16\x03\x01\x02\x00\x01\x00" * 50,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\nhello\r\n",
+        b"GET /api/v1/h\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        (head(2, "/api/v1/telemetry", "application/json") + b"{}") * 50,
+    ):
+        with closing(connect(strict)) as connection:
+            connection.sendall(junk)
+    assert wire.result(wire.train(model, 1, [datum(4)])).loss > 0
+
+
+def test_a_wrong_content_type_or_encoding_is_named(strict):
+    wire = Wire(strict)
+    response = wire.post("/forward_backward", content=b"x", headers={"Content-Type": "text/html"})
+    assert response.status_code == 400 and "Content-Type is 'text/html', allowed: application/x-protobuf" in response.json()["error"]
+    response = wire.post("/forward_backward", content=b"x", headers={"Content-Type": PROTOBUF, "Content-Encoding": "br"})
+    assert response.status_code == 400 and "br" in response.json()["error"]
+
+
+def test_bytes_that_are_not_json_are_a_400(strict):
+    wire = Wire(strict)
+    for content in (b"", b"{", b"\xff\xfe", b"[" * 15_000, b"null", b"[]", b'"text"', b'{"model_id": NaN}'):
+        response = wire.post("/optim_step", content=content)
+        assert response.status_code == 400, content[:20]
+        assert response.json()["category"] == "user"
+
+
+POSTS = sorted({route.path for noun in NOUNS for route in noun.routes if route.methods & {"POST", "PUT"}})
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3), max_leaves=6
+)
+FIELDS = [  # fmt: skip
+    "model_id",
+    "session_id",
+    "seq_id",
+    "model_seq_id",
+    "path",
+    "base_model",
+    "lora_config",
+    "optimizer_config",
+    "adam_params",
+    "optimizer_params",
+    "user_metadata",
+    "sampling_session_id",
+    "sampling_session_seq_id",
+    "prompt",
+    "sampling_params",
+    "num_samples",
+    "request_id",
+    "target",
+    "prev_cursor",
+    "ttl_seconds",
+    "tinker_path",
+    "source_path",
+    "kind",
+    "reason",
+    "optimizer",
+    "name",
+    "inputs",
+    "graph",
+    "custom_loss_seq_id",
+    "limit",
+    "cursor",
+    "statuses",
+    "type",
+    "forward_input",
+    "data",
+    "loss_fn",
+]
+
+
+@pytest.fixture(scope="module")
+def fuzzed(strict):
+    wire = Wire(strict)
+    return wire, wire.model()
+
+
+@given(
+    path=st.sampled_from(POSTS),
+    body=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=8),
+    real=st.booleans(),
+    seq_id=st.integers(100, 10_000),
+)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_json_body_makes_a_500(fuzzed, path, body, real, seq_id):
+    wire, model = fuzzed
+    if real:
+        body |= {"model_id": model, "session_id": wire.session_id, "seq_id": seq_id}
+    if "finish" in path or "unload" in path:
+        body.pop("model_id", None)
+    for name in ("run_id", "kind", "name", "session_id"):
+        path = path.replace("{" + name + "}", "weights" if name == "kind" else "x")
+    method = "PUT" if path.endswith(("/ttl", "/project")) else "POST"
+    text = json.dumps(body).encode()
+    url = str(wire.base_url).removesuffix("/api/v1/") + path
+    response = wire.request(method, url, content=text, headers={"Content-Type": "application/json"}, timeout=30)
+    assert response.status_code < 500, (path, body, response.text)
+    assert response.status_code not in (408, 409), (path, body, response.text)
+
+
+@given(data=st.binary(max_size=200), position=st.integers(0, 400), zstd=st.booleans())
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_damaged_protobuf_makes_a_500(fuzzed, data, position, zstd):
+    wire, model = fuzzed
+    body = bytearray(codec.encode_request(model, 50_000, [datum(6)], "cross_entropy"))
+    body[position : position + len(data)] = data
+    response = wire.send(wire.training_request(bytes(body), zstd))
+    assert response.status_code < 500 and response.status_code not in (408, 409), response.text
+
+
+@pytest.mark.slow
+def test_heartbeats_are_quick_beside_many_parked_polls(engine, tmp_path):
+    with running(engine, store=tmp_path, name=NAME, settings=ServerSettings(long_poll_s=20)) as url:
+        wire = Wire(url)
+        model = wire.model()
+        ack = wire.train(model, 2, [datum(3)])
+        body = json.dumps({"request_id": ack["request_id"]}).encode()
+        request = head(len(body), "/api/v1/retrieve_future", "application/json") + body
+        parked = []
+        for _ in range(800):
+            connection = connect(url)
+            connection.sendall(request)
+            parked.append(connection)
+        times = []
+        for _ in range(100):
+            started = time.perf_counter()
+            wire.ok("session_heartbeat", session_id=wire.session_id)
+            times.append(time.perf_counter() - started)
+        assert np.quantile(times, 0.95) < 0.05
+        wire.train(model, 1, [datum(3)])
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda one: answer(one, 30), parked))
+        bad = [one for one in answers if b" 200 " not in one or b"loss_fn_outputs" not in one]
+        assert not bad, (len(bad), bad[0])
+        for connection in parked:
+            connection.close()
