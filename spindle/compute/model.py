@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spindle.compute.attention import ATTENTION, Packing
 from spindle.compute.experts import EXPERTS, open_experts
@@ -69,6 +70,8 @@ class BaseModel:
         self.targets = _open_to_adapters(model, self.router)
         head, path = model.get_output_embeddings(), self.targets[-1].path
         scale = getattr(self.config, "logit_scale", None) or 1.0 / (getattr(self.config, "logits_scaling", None) or 1.0)
+        self._layers = [m for m in self.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self._checkpointing = False
         self.head = Head(head.weight, head.bias, path, scale, getattr(self.config, "final_logit_softcapping", None))
 
     @classmethod
@@ -124,6 +127,28 @@ class BaseModel:
             yield
         finally:
             self.router.route = before
+
+    @property
+    def activation_bytes(self) -> int:
+        """About what a forward pass keeps per token for its backward, all layers together (attention's own workspace aside)."""
+        width = sum(t.out_features + t.in_features for t in self.targets if t.kind != "unembed" and t.experts == 1)
+        width += sum(self.config.num_experts_per_tok * (t.out_features + 2 * t.in_features) for t in self.targets if t.experts > 1)
+        return (width + 4 * self.config.num_hidden_layers * self.config.hidden_size) * self.dtype.itemsize
+
+    def checkpoint_activations(self, on: bool) -> None:
+        """From now on keep only each layer's input for the backward and compute the rest again (or do not). Same bits either way."""
+        if on == self._checkpointing:
+            return
+        if not self._layers:
+            raise UserError(f"model type {self.config.model_type!r} cannot checkpoint activations")
+        if on:
+            contexts = {"context_fn": lambda: (nullcontext(), self._routed(self.router.route))}
+            kwargs = {"use_reentrant": False, "preserve_rng_state": False, **contexts}
+            enable = getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable
+            enable(kwargs)
+        for layer in self._layers:
+            layer.gradient_checkpointing = layer.training = on  # the flag of the layer alone: its dropouts stay off
+        self._checkpointing = on
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing, groups: Sequence[RowGroup | tuple] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -68,10 +69,15 @@ class _Task:
 
 
 class DeviceWorker:
-    """model: this device's replica. Not for use by two threads at once, but sampling may use the model meanwhile."""
+    """model: this device's replica. Not for use by two threads at once, but sampling may use the model meanwhile.
 
-    def __init__(self, model: BaseModel) -> None:
+    activation_budget: bytes that a micro-batch may keep for its backward; one that needs more checkpoints its activations (about a
+    third more time, the same bits). None: what is free on a GPU, no bound on a CPU. 0: always checkpoint.
+    """
+
+    def __init__(self, model: BaseModel, activation_budget: int | None = None) -> None:
         self.model = model
+        self.activation_budget = activation_budget
         self.device = model.device
         self.seconds = {"forward": 0.0, "backward": 0.0}  # of the host; the head, which does both at once, counts as forward
 
@@ -95,7 +101,10 @@ class DeviceWorker:
                 weights[id(s.adapter)] = s.adapter.weights(model.dtype, device)
             grad = torch.zeros(s.adapter.layout.numel, device=device) if s.backward else None
             groups.append(RowGroup(s.rows.start, s.rows.stop, weights[id(s.adapter)], grad))
-        with torch.set_grad_enabled(any(s.backward for s in batch.segments)):
+        backward = any(s.backward for s in batch.segments)
+        if backward:
+            model.checkpoint_activations(len(tokens) * model.activation_bytes > self._budget())
+        with torch.set_grad_enabled(backward):
             hidden = model.hidden(tokens, positions, Packing(lengths), groups)
         head_tasks = [
             HeadTask(
@@ -118,6 +127,15 @@ class DeviceWorker:
         self.seconds["backward"] += time.perf_counter() - middle
         return [t.result(logprobs[s.cells], host[s.cells], g.grad) for s, t, g in zip(batch.segments, tasks, groups, strict=True)]
 
+    def _budget(self) -> float:
+        if self.activation_budget is not None:
+            return self.activation_budget
+        if self.device.type != "cuda":
+            return float("inf")
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return 0.8 * (free + cached)
+
     def accumulate(self, adapter: Adapter, grad: torch.Tensor) -> None:
         """Add a segment's flat gradient to the adapter's, which takes ``grad`` over when it is the first."""
         grad = grad.to(adapter.device)
@@ -126,6 +144,6 @@ class DeviceWorker:
         else:
             adapter.grads.add_(grad)
 
-    def optim_step(self, adapter: Adapter, params: AdamParams | DimuonParams) -> dict[str, float]:
-        """One step with what is accumulated, which is then cleared. Returns the metrics of the answer."""
-        return optim.step(adapter, params)
+    def optim_step(self, adapters: Sequence[Adapter], params: AdamParams | DimuonParams) -> list[dict[str, float]]:
+        """One step of each with what is accumulated, which is then cleared. Returns the metrics of the answers."""
+        return optim.step_together(adapters, params)

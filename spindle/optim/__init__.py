@@ -1,15 +1,24 @@
-"""Optimizers on an adapter's flat buffers."""
+"""Optimizers on adapters' flat buffers. An optimizer is one file and one line here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from spindle.compute.adapter import Adapter
 from spindle.optim.adamw import adamw_step
-from spindle.types import AdamParams
+from spindle.optim.dimuon import dimuon_step
+from spindle.types import AdamParams, DimuonParams
 
-__all__ = ["adamw_step", "step"]
+__all__ = ["step", "step_together"]
 
-_STEPS = {AdamParams: adamw_step}
+_STEPS = {AdamParams: adamw_step, DimuonParams: dimuon_step}
 
 
-def step(adapter, params) -> dict[str, float]:
-    """Run the optimizer that ``params`` belongs to. Clears the accumulated gradient; returns metrics."""
-    return _STEPS[type(params)](adapter, params)
+def step_together(adapters: Sequence[Adapter], params: AdamParams | DimuonParams) -> list[dict[str, float]]:
+    """One step of several adapters on one device with the same settings. Clears their gradients; returns metrics, one each."""
+    return _STEPS[type(params)](adapters, params)
+
+
+def step(adapter: Adapter, params: AdamParams | DimuonParams) -> dict[str, float]:
+    """The same for one adapter."""
+    return step_together([adapter], params)[0]

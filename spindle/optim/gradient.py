@@ -1,26 +1,35 @@
-"""What every optimizer does first: take the gradient, measure it, refuse a broken one, clip it."""
+"""What every optimizer does first: take the gradients, measure them, refuse broken ones, clip."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from spindle.compute.adapter import Adapter
 
-__all__ = ["take_gradient"]
+__all__ = ["take_gradients"]
 
 
-def take_gradient(adapter: Adapter, clip_norm: float) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """The accumulated gradient [P], cleared from the adapter and clipped to a global norm of ``clip_norm`` (0: off); zeros when there
-    was none; None when it is not finite. With it, the metrics grad_norm (before clipping) and step_skipped."""
-    grad, adapter.grads = adapter.grads, None
-    adapter.drop_copies()
-    if grad is None:
-        return torch.zeros_like(adapter.params), {"grad_norm": 0.0, "step_skipped": 0.0}
-    norm = torch.linalg.vector_norm(grad, dtype=torch.float64).item()
-    if not math.isfinite(norm):
-        return None, {"step_skipped": 1.0}
-    if clip_norm > 0:
-        grad.mul_(min(1.0, clip_norm / (norm + 1e-6)))  # as torch.nn.utils.clip_grad_norm_
-    return grad, {"grad_norm": norm, "step_skipped": 0.0}
+def take_gradients(adapters: Sequence[Adapter], clip_norm: float) -> list[tuple[torch.Tensor | None, dict[str, float]]]:
+    """Of each adapter the accumulated gradient [P], cleared from it and clipped to a global norm of ``clip_norm`` (0: off); zeros when
+    there was none; None when it is not finite. With it, the metrics grad_norm (before clipping) and step_skipped."""
+    grads = [adapter.grads for adapter in adapters]
+    met = [grad for grad in grads if grad is not None]
+    norms = iter(torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in met]).tolist() if met else [])
+    taken: list[tuple[torch.Tensor | None, dict[str, float]]] = []
+    for adapter, grad in zip(adapters, grads, strict=True):
+        adapter.grads = None
+        adapter.drop_copies()
+        if grad is None:
+            taken.append((torch.zeros_like(adapter.params), {"grad_norm": 0.0, "step_skipped": 0.0}))
+            continue
+        norm = next(norms)
+        if not math.isfinite(norm):
+            taken.append((None, {"step_skipped": 1.0}))
+            continue
+        if clip_norm > 0:
+            grad.mul_(min(1.0, clip_norm / (norm + 1e-6)))  # as torch.nn.utils.clip_grad_norm_
+        taken.append((grad, {"grad_norm": norm, "step_skipped": 0.0}))
+    return taken

@@ -47,7 +47,7 @@ def test_twenty_steps_alone_and_among_31_others(worker):
             result = worker.run(pack([*requests[:at], Request(adapter, items), *requests[at:]]))[at]
             logprobs.append(result.logprobs)
             worker.accumulate(adapter, result.grad)
-            worker.optim_step(adapter, AdamParams(learning_rate=1e-3))
+            worker.optim_step([adapter], AdamParams(learning_rate=1e-3))
         return adapter, torch.cat(logprobs)
 
     (alone, p), (mixed, q) = train(0), train(31)

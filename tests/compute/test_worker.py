@@ -92,7 +92,7 @@ def test_two_ranks_mixed_equal_the_same_two_alone(pair):
                 for result in worker.run(batch):
                     worker.accumulate(result.segment.adapter, result.grad)
             for a in adapters:
-                worker.optim_step(a, AdamParams(learning_rate=1e-3))
+                worker.optim_step([a], AdamParams(learning_rate=1e-3))
         finals.append([a.params for a in adapters])
     for alone, mixed in zip(*finals, strict=True):
         assert torch.equal(alone, mixed)
@@ -129,7 +129,7 @@ def test_a_tied_head_leaves_the_embedding_alone():
     worker = DeviceWorker(base)
     result = worker.run(pack([Request(adapter, [random_item(np.random.default_rng(6), 20)])]))[0]
     worker.accumulate(adapter, result.grad)
-    worker.optim_step(adapter, AdamParams(learning_rate=1.0))
+    worker.optim_step([adapter], AdamParams(learning_rate=1.0))
     assert torch.equal(base.decoder.get_input_embeddings().weight, before)
     assert all(p.grad is None and not p.requires_grad for p in base.model.parameters())
 

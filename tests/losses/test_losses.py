@@ -181,5 +181,5 @@ def test_a_new_loss_is_one_file(worker, tmp_path, monkeypatch):
         result = worker.run(pack([Request(adapter, [item], "hinge")]))[0]
         first = first or result.metrics["loss:sum"]
         worker.accumulate(adapter, result.grad)
-        worker.optim_step(adapter, AdamParams(learning_rate=1e-2))
+        worker.optim_step([adapter], AdamParams(learning_rate=1e-2))
     assert result.metrics["loss:sum"] < 0.7 * first
