@@ -139,7 +139,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3), max_leaves=6
 )
-FIELDS = [  # fmt: skip
+FIELDS = [
     "model_id",
     "session_id",
     "seq_id",
