@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from spindle import codec, losses
+from spindle.compute.adapter import Adapter
 from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.worker import DeviceWorker
 from spindle.errors import ServerError, SpindleError
@@ -238,29 +239,36 @@ class Executor:
     # --- operations -----------------------------------------------------------------------------------------------
 
     def operate(self, items: Sequence[Item]) -> None:
-        """Run device operations that became ready together."""
+        """Run device operations that became ready together; optimizer steps with the same settings run as one pass."""
+        together: dict[Any, list[Item]] = {}
         for item in items:
-            resident, operation = item.payload
-            started = time.perf_counter()
+            operation = item.payload[1]
+            together.setdefault(operation.params if isinstance(operation, OptimStep) else item, []).append(item)
+        for group in together.values():
+            residents = [item.payload[0] for item in group]
+            self.pool.acquire(*residents)
             try:
-                with self.pool.using(resident) as adapter:
-                    match operation:
-                        case OptimStep(params):
-                            value: Any = OptimStepOutput(self.worker.optim_step(adapter, params))
-                            self.counts["optim_steps"] += 1
-                            self.seconds["optim"] += time.perf_counter() - started
-                        case Publish():
-                            value = adapter.snapshot(self.worker.model.dtype)
-                        case _:
-                            raise ServerError(f"operation {type(operation).__name__} does not run on a device")
+                values = self._operate(group[0].payload[1], [resident.adapter for resident in residents])
             except Exception as error:
-                logger.exception("%s of %s failed", type(operation).__name__, item.model_id)
-                self.scheduler.operation_done(item)
-                item.future.fail(as_server_error(error, item))
-            else:
+                logger.exception("%s of %d adapters failed", type(group[0].payload[1]).__name__, len(group))
+                values = [as_server_error(error, item) for item in group]
+            for item, resident, value in zip(group, residents, values, strict=True):
+                self.pool.release(resident)
                 self.scheduler.operation_done(item)
                 item.drop_payload()
-                item.future.settle(value)
+                item.future.fail(value) if isinstance(value, SpindleError) else item.future.settle(value)
+
+    def _operate(self, operation: Any, adapters: list[Adapter]) -> list[Any]:
+        match operation:
+            case OptimStep(params):
+                started = time.perf_counter()
+                metrics = self.worker.optim_step(adapters, params)
+                self.counts["optim_steps"] += len(adapters)
+                self.seconds["optim"] += time.perf_counter() - started
+                return [OptimStepOutput(one) for one in metrics]
+            case Publish():
+                return [adapter.snapshot(self.worker.model.dtype) for adapter in adapters]
+        raise ServerError(f"operation {type(operation).__name__} does not run on a device")
 
 
 def as_server_error(error: BaseException, item: Item) -> SpindleError:

@@ -373,6 +373,29 @@ def test_stable_reinforce_reads_what_our_sampler_recorded(engine):
         engine.submit(spanned(other, 1, prompt, sampled.tokens, "q1", advantages)).result(60)
 
 
+def test_optimizer_steps_that_are_ready_together_run_as_one_pass_with_the_same_bits(engine, monkeypatch):
+    adapters = [engine.create_adapter(rank=4, seed=1) for _ in range(4)]
+    for i, adapter in enumerate(adapters):
+        adapter.forward_backward([datum(9, seed=i % 2)]).result(60)
+    settings = AdamParams(learning_rate=1e-2)
+    adapters[0].optim_step(settings).result(60), adapters[1].optim_step(settings).result(60)
+    worker = engine._loops[0].executor.worker
+    held, sizes = threading.Event(), []
+    run, step = worker.run, worker.optim_step
+    monkeypatch.setattr(worker, "run", lambda batch: (held.wait(10), run(batch))[1])
+    monkeypatch.setattr(worker, "optim_step", lambda some, params: (sizes.append(len(some)), step(some, params))[1])
+    blocker = engine.create_adapter(rank=4, seed=1).forward([datum(3)])
+    time.sleep(0.05)
+    futures = [adapter.optim_step(settings) for adapter in adapters[2:]]
+    held.set()
+    blocker.result(60)
+    assert all(future.result(60).metrics["grad_norm"] > 0 for future in futures)
+    assert sizes == [2]
+    states = [engine.resident(adapter.model_id).adapter for adapter in adapters]
+    for alone, together in zip(states[:2], states[2:], strict=True):
+        assert torch.equal(alone.params, together.params) and torch.equal(alone.exp_avg_sq, together.exp_avg_sq)
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_training_and_sampling_with_and_without_prefetch(model, prefetch):
     with spindle.Engine(model, prefetch=prefetch, scheduler=SchedulerConfig(token_budget=16)) as engine:
