@@ -93,7 +93,7 @@ class Scheduler:
             client.adapters -= 1
             for item in doomed:
                 item.failed = True
-                self._release(item, client)
+                self._release(item)
             if not client.adapters:
                 del self._clients[queue.client]
         for item in doomed:
@@ -127,13 +127,13 @@ class Scheduler:
             self._check_room(item, client)
             had_gap = queue.gap_deadline
             queue.put(item)
-            item.counted = True
+            item.queue, item.account = queue, client
             client.nbytes += item.nbytes
             client.requests += 1
             self._nbytes += item.nbytes
             self._requests += 1
             if item.kind is Kind.SKIP:
-                self._release(item, client)
+                self._release(item)
             if queue.gap_deadline is not None and queue.gap_deadline != had_gap:
                 self._gaps.append((queue.gap_deadline, queue))
                 self._work_ready[0].notify()  # device 0 keeps the clock of the gaps
@@ -144,12 +144,10 @@ class Scheduler:
     def _cancelled(self, item: Item) -> None:
         with self._lock:
             item.failed = True
-            queue = self._queues.get(item.model_id)
-            if queue is not None:
-                self._release(item, self._clients[queue.client])
-                if queue.operation is item:
-                    queue.operation = None
-                self._advance(queue)
+            self._release(item)
+            if item.queue.operation is item:
+                item.queue.operation = None
+            self._advance(item.queue)
 
     def check_room(self, model_id: str, nbytes: int) -> None:
         """Raise Overloaded now if a body of ``nbytes`` could not be queued, before anything is decoded for it."""
@@ -239,9 +237,8 @@ class Scheduler:
                 return None
             item.started = True
             queue.started.append(item)
-            client = self._clients[queue.client]
-            client.waited_s += time.monotonic() - item.queued_at
-            client.waits += 1
+            item.account.waited_s += time.monotonic() - item.queued_at
+            item.account.waits += 1
         block = Block(item, item.next_block)
         item.next_block += 1
         item.blocks_running += 1
@@ -261,9 +258,9 @@ class Scheduler:
         with self._lock:
             block.item.blocks_left -= 1
             block.item.blocks_running -= 1
-            queue = self._queues.get(block.item.model_id)
+            queue = block.item.queue
             whole: list[Item] = []
-            while queue is not None and queue.started:
+            while queue.started:
                 first = queue.started[0]
                 if first.failed:
                     if first.blocks_running:
@@ -279,22 +276,18 @@ class Scheduler:
         """Nothing more will touch the adapter for this block: what waits behind it may run."""
         with self._lock:
             item = block.item
-            queue = self._queues.get(item.model_id)
-            if queue is None:
-                return
-            queue.running_blocks -= 1
             if item.blocks_left == 0:
-                self._release(item, self._clients[queue.client])
-                queue.forget_answered()
+                self._release(item)
+            queue = item.queue
+            queue.running_blocks -= 1
+            queue.forget_answered()
             self._advance(queue)
 
     def operation_done(self, item: Item) -> None:
         """An operation is over: its adapter is free again."""
         with self._lock:
-            queue = self._queues.get(item.model_id)
-            if queue is None:
-                return
-            self._release(item, self._clients[queue.client])
+            self._release(item)
+            queue = item.queue
             if queue.operation is item:
                 queue.operation = None
             queue.forget_answered()
@@ -306,32 +299,33 @@ class Scheduler:
             if item.failed:
                 return
             item.failed = True
-            queue = self._queues.get(item.model_id)
-            if queue is not None:
-                self._release(item, self._clients[queue.client])
-                self._advance(queue)
+            self._release(item)
+            queue = item.queue
+            self._advance(queue)
         item.future.fail(error)
 
     def release_adapter(self, item: Item) -> None:
         """An operation no longer needs its adapter although its future is not settled yet (a save that has its copy)."""
         with self._lock:
-            queue = self._queues.get(item.model_id)
-            if queue is not None and queue.operation is item:
+            queue = item.queue
+            if queue.operation is item:
                 queue.operation = None
                 self._advance(queue)
 
     # --- inside (lock held) ---------------------------------------------------------------------------------------
 
-    def _release(self, item: Item, client: Client) -> None:
-        if not item.counted:
+    def _release(self, item: Item) -> None:
+        client, item.account = item.account, None
+        if client is None:
             return
-        item.counted = False
         client.nbytes -= item.nbytes
         client.requests -= 1
         self._nbytes -= item.nbytes
         self._requests -= 1
 
     def _advance(self, queue: AdapterQueue) -> None:
+        if queue.closed:
+            return
         if queue.operation_available():
             item = queue.ready.popleft()
             queue.operation = item
@@ -352,7 +346,7 @@ class Scheduler:
             deadline, queue = self._gaps.popleft()
             if queue.gap_deadline == deadline and not queue.closed:
                 for item in queue.give_up_gap():
-                    self._release(item, self._clients[queue.client])
+                    self._release(item)
                 self._advance(queue)
 
     # --- end ------------------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ class Item:
     blocks_running: int = 0  # handed out and not yet completed
     started: bool = False
     failed: bool = False
-    counted: bool = False  # its bytes are in the client's account
+    queue: Any = None  # its AdapterQueue, and the client in whose account it counts: the scheduler's own
+    account: Any = None
     result: Any = None  # the executor's running result
     queued_at: float = field(default_factory=time.monotonic)
 

@@ -29,7 +29,7 @@ class AdapterQueue:
         self.operation: Item | None = None  # dispatched, not yet completed: nothing else of this adapter may run
         self.listed = 0  # bit d: this queue stands in the client's list for device d
         self.gap_deadline: float | None = None
-        self.given_up: set[int] = set()
+        self.given_up: deque[int] = deque(maxlen=4096)  # seq_ids that came too late, for their error text
         self.closed = False
         self._first: OrderedDict[int, Item] = OrderedDict()  # seq_id -> first item with it
 
@@ -75,7 +75,7 @@ class AdapterQueue:
         """Fail everything behind the gap: returns the items, in order, and moves the order past them."""
         items = [self.held[seq] for seq in sorted(self.held)]
         last = items[-1].seq_id
-        self.given_up.update(seq for seq in range(self.next_seq, min(last, self.next_seq + 4 * self.max_held)) if seq not in self.held)
+        self.given_up.extend(seq for seq in range(self.next_seq, min(last, self.next_seq + 4 * self.max_held)) if seq not in self.held)
         missing, self.next_seq = self.next_seq, last + 1
         self.held.clear()
         self.gap_deadline = None

@@ -236,6 +236,28 @@ def test_an_unknown_adapter_and_a_removed_one_say_so():
     assert scheduler.stats()["queued_requests"] == 0
 
 
+def test_removing_an_adapter_while_it_runs_leaks_nothing():
+    scheduler = make(adapters=("a", "b"), client="c")
+    scheduler.put(train("a", 1, (16, 16)))
+    scheduler.put(operation("b", 1))
+    first, second = scheduler.next_work(0, 0), scheduler.next_work(0, 0)
+    scheduler.remove_adapter("a", NotFound("gone"))
+    scheduler.remove_adapter("b", NotFound("gone"))
+    scheduler.add_adapter("a", "c", 0)  # the same name again: what still runs of the old one must not count against it
+    again = train("a", 1)
+    scheduler.put(again)
+    for work in (first, second):
+        for block in work.blocks:
+            assert finish(scheduler, block) == []
+        for item in work.operations:
+            scheduler.operation_done(item)
+    assert step(scheduler) == [("a", 1)]
+    scheduler.put(operation("a", 2))
+    assert step(scheduler) == [("a", 2)]
+    assert scheduler.stats()["queued_requests"] == 0
+    assert scheduler.stats()["queued_bytes"] == 0
+
+
 def test_close_fails_what_has_not_started_and_wakes_the_waiters():
     scheduler = make()
     scheduler.put(train(seq=2))
