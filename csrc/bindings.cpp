@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <zstd.h>
 
 #include <limits>
 #include <mutex>
@@ -251,7 +252,7 @@ void py_fill(const ScannedRequest& scanned, const IntArray& indices, const py::o
             throw py::index_error("datum " + std::to_string(index) + " of " + std::to_string(scanned.num_datums));
         const Datum& datum = request.datums()[static_cast<size_t>(index)];
         num_tokens += datum.length;
-        num_cells += datum.target_width < 0 ? 0 : datum.length * std::max<int64_t>(datum.target_width, 1);
+        num_cells += cells_of(datum);
     }
     FillTarget to;
     to.tokens = memory_of<int64_t>(tokens, num_tokens, "tokens");
@@ -412,6 +413,7 @@ PYBIND11_MODULE(_codec, m, py::mod_gil_not_used()) {
     py::register_exception_translator(&translate);
     bind_limits(m);
     bind_request(m);
+    m.attr("built_with") = py::dict("compiler"_a = __VERSION__, "standard"_a = __cplusplus, "libzstd"_a = ZSTD_versionString());
     m.def("scan", &py_scan, "body"_a, "content_encoding"_a, "limits"_a);
     m.def("scan_arrays", &py_scan_arrays, "model_id"_a, "seq_id"_a, "datums"_a, "loss_fn"_a, "loss_fn_config"_a, "forward_only"_a, "limits"_a);
     m.def("fill", &py_fill, "request"_a, "datum_indices"_a, "tokens"_a, "positions"_a, "targets"_a, "inputs"_a);

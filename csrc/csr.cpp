@@ -1,5 +1,6 @@
 #include "csr.hpp"
 
+#include <algorithm>
 #include <vector>
 
 #include "errors.hpp"
@@ -15,24 +16,46 @@ SPINDLE_WIDE bool rises(const uint8_t* crow, size_t n) {
     return falls == 0;
 }
 
-// In each row with more than one listed cell, no column twice. Rows are few that need the slow look: sorted ones do not.
-std::string check_rows(const Tensor& tensor, int64_t length) {
-    const int64_t nnz = static_cast<int64_t>(tensor.col.size / 8);
-    if (nnz < 2) return {};
-    std::vector<bool> seen;
-    for (int64_t row = 0; row < length; ++row) {
-        const auto begin = load<int64_t>(tensor.crow.data + 8 * row);
-        const auto end = load<int64_t>(tensor.crow.data + 8 * row + 8);
-        bool sorted = true;
-        for (int64_t i = begin + 1; i < end; ++i)
-            sorted &= load<int64_t>(tensor.col.data + 8 * i - 8) < load<int64_t>(tensor.col.data + 8 * i);
-        if (sorted) continue;
-        seen.assign(static_cast<size_t>(tensor.width), false);
-        for (int64_t i = begin; i < end; ++i) {
-            const auto column = load<int64_t>(tensor.col.data + 8 * i);
-            if (seen[static_cast<size_t>(column)]) return text("lists column ", column, " twice in row ", row, ": list each cell once");
-            seen[static_cast<size_t>(column)] = true;
-        }
+int64_t row_start(const Tensor& tensor, int64_t row) { return load<int64_t>(tensor.crow.data + 8 * row); }
+int64_t column(const Tensor& tensor, int64_t i) { return load<int64_t>(tensor.col.data + 8 * i); }
+
+// The first row from `row` on that starts at listed cell i or later. Looks near first: rows come in order.
+int64_t row_from(const Tensor& tensor, int64_t row, int64_t i, int64_t rows) {
+    int64_t stride = 1;
+    while (row + stride <= rows && row_start(tensor, row + stride) < i) stride *= 2;
+    int64_t low = row + stride / 2;
+    int64_t high = std::min(row + stride, rows);
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (row_start(tensor, middle) < i) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+// In the unsorted row that holds listed cells i - 1 and i: is a column there twice?
+std::string check_unsorted(const Tensor& tensor, int64_t row) {
+    std::vector<bool> seen(static_cast<size_t>(tensor.width));
+    for (int64_t i = row_start(tensor, row); i < row_start(tensor, row + 1); ++i) {
+        const int64_t at = column(tensor, i);
+        if (seen[static_cast<size_t>(at)]) return text("lists column ", at, " twice in row ", row, ": list each cell once");
+        seen[static_cast<size_t>(at)] = true;
+    }
+    return {};
+}
+
+// No column twice in a row. Where columns rise nothing can be twice, so only places where they do not are looked at; in sorted
+// rows those are the starts of rows.
+std::string check_duplicates(const Tensor& tensor, int64_t rows) {
+    const auto nnz = static_cast<int64_t>(tensor.col.size / 8);
+    int64_t row = 0;
+    for (int64_t i = 1; i < nnz; ++i) {
+        if (column(tensor, i - 1) < column(tensor, i)) continue;
+        row = row_from(tensor, row, i, rows);
+        if (row_start(tensor, row) == i) continue;
+        const int64_t unsorted = row - 1;
+        if (std::string wrong = check_unsorted(tensor, unsorted); !wrong.empty()) return wrong;
+        i = row_start(tensor, row) - 1;  // on with the next row
     }
     return {};
 }
@@ -56,7 +79,7 @@ std::string check_csr(const Tensor& tensor, int64_t length) {
         return text("has ", tensor.values.size / item_size(tensor.dtype), " values for ", nnz, " col_indices: equal numbers are needed");
     if (const int64_t at = first_outside(tensor.col, Dtype::int64, tensor.width); at >= 0)
         return text("has col_indices[", at, "] = ", load<int64_t>(tensor.col.data + 8 * at), ": 0 to ", tensor.width - 1, " are allowed");
-    return check_rows(tensor, length);
+    return check_duplicates(tensor, length);
 }
 
 }  // namespace spindle

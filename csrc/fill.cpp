@@ -3,83 +3,94 @@
 #include <algorithm>
 
 #include "simd.hpp"
+#include "stream.hpp"
 
 namespace spindle {
 
 namespace {
-SPINDLE_WIDE void widen_int32(const uint8_t* from, size_t n, int64_t* to) {
-    for (size_t i = 0; i < n; ++i) to[i] = load<int32_t>(from + 4 * i);
-}
-SPINDLE_WIDE void count_up(size_t n, int64_t* to) {
-    for (size_t i = 0; i < n; ++i) to[i] = static_cast<int64_t>(i);
-}
-SPINDLE_WIDE void widen_bfloat16(const uint8_t* from, size_t n, float* to) {
+constexpr int64_t block_cells = 2048;  // of CSR rows written out at a time, in the nearest cache
+
+SPINDLE_WIDE void widen_bfloat16(float* to, const uint8_t* from, size_t n) {
     for (size_t i = 0; i < n; ++i) to[i] = bfloat16_to_float(load<uint16_t>(from + 2 * i));
 }
 
-void copy_integers(Bytes from, Dtype dtype, int64_t* to) {
-    if (dtype == Dtype::int32) widen_int32(from.data, from.size / 4, to);
-    else if (from.size) std::memcpy(to, from.data, from.size);
+// Any wire type to the type of the micro-batch.
+void write_cells(const StreamWriter& writer, int64_t* to, Bytes from, Dtype dtype) {
+    if (dtype == Dtype::int32) writer.widen(to, from.data, from.size / 4);
+    else writer.copy(to, from.data, from.size);
 }
-
-void copy_floats(Bytes from, Dtype dtype, float* to) {
+void write_cells(const StreamWriter& writer, float* to, Bytes from, Dtype dtype) {
+    if (dtype == Dtype::float32) return writer.copy(to, from.data, from.size);
     const size_t n = from.size / item_size(dtype);
-    switch (dtype) {
-        case Dtype::float32:
-            if (n) std::memcpy(to, from.data, from.size);
-            break;
-        case Dtype::bfloat16: widen_bfloat16(from.data, n, to); break;
-        default:
-            for (size_t i = 0; i < n; ++i) to[i] = static_cast<float>(integer_at(from, dtype, static_cast<int64_t>(i)));
+    if (dtype == Dtype::bfloat16) return widen_bfloat16(to, from.data, n);
+    for (size_t i = 0; i < n; ++i) to[i] = static_cast<float>(integer_at(from, dtype, static_cast<int64_t>(i)));
+}
+
+template <class Cell>
+Cell cell_at(const Tensor& tensor, int64_t i) {
+    if constexpr (std::is_same_v<Cell, float>) return static_cast<float>(number_at(tensor.values, tensor.dtype, i));
+    else return integer_at(tensor.values, tensor.dtype, i);
+}
+
+// The dense twin of a CSR tensor: unlisted cells are 0.
+template <class Cell>
+void densify(const StreamWriter& writer, Cell* to, const Tensor& tensor, int64_t length) {
+    const auto row_start = [&](int64_t row) { return load<int64_t>(tensor.crow.data + 8 * row); };
+    const int64_t width = tensor.width;
+    const int64_t rows_at_a_time = std::max<int64_t>(block_cells / width, 1);
+    Cell cells[block_cells];
+    for (int64_t first = 0; first < length; first += rows_at_a_time) {
+        const int64_t last = std::min(first + rows_at_a_time, length);
+        const auto size = static_cast<size_t>((last - first) * width);
+        if (row_start(first) == row_start(last)) {
+            writer.zero(to + first * width, size * sizeof(Cell));
+            continue;
+        }
+        const bool fits = size <= static_cast<size_t>(block_cells);  // a single row may be wider than the block
+        Cell* const block = fits ? cells : to + first * width;
+        std::fill_n(block, size, Cell{0});
+        for (int64_t row = first; row < last; ++row)
+            for (int64_t i = row_start(row); i < row_start(row + 1); ++i)
+                block[(row - first) * width + load<int64_t>(tensor.col.data + 8 * i)] = cell_at<Cell>(tensor, i);
+        if (fits) writer.copy(to + first * width, reinterpret_cast<const uint8_t*>(block), size * sizeof(Cell));
     }
 }
 
-// Dense twin of a CSR tensor: unlisted cells are 0.
-template <class Cell, class Read>
-void densify(const Tensor& tensor, int64_t length, Cell* to, Read read) {
-    std::memset(to, 0, static_cast<size_t>(length * tensor.width) * sizeof(Cell));
-    for (int64_t row = 0; row < length; ++row) {
-        const auto begin = load<int64_t>(tensor.crow.data + 8 * row);
-        const auto end = load<int64_t>(tensor.crow.data + 8 * row + 8);
-        for (int64_t i = begin; i < end; ++i) to[row * tensor.width + load<int64_t>(tensor.col.data + 8 * i)] = static_cast<Cell>(read(i));
-    }
+template <class Cell>
+void write_tensor(const StreamWriter& writer, Cell* to, const Tensor& tensor, int64_t length) {
+    if (tensor.layout == Layout::csr) densify(writer, to, tensor, length);
+    else write_cells(writer, to, tensor.values, tensor.dtype);
 }
 }  // namespace
 
+int64_t cells_of(const Datum& datum) { return datum.target_width < 0 ? 0 : datum.length * std::max<int64_t>(datum.target_width, 1); }
+
 void fill(const Request& request, const int64_t* datums, size_t num_datums, const FillTarget& to) {
-    int64_t* tokens = to.tokens;
-    int64_t* positions = to.positions;
-    int64_t* labels = to.labels;
+    size_t bytes = 0;
+    for (size_t d = 0; d < num_datums; ++d) {
+        const Datum& datum = request.datums()[static_cast<size_t>(datums[d])];
+        bytes += static_cast<size_t>(datum.length) * 16 + static_cast<size_t>(cells_of(datum)) * (8 + 4 * to.num_inputs);
+    }
+    const StreamWriter writer(bytes);
     const int64_t target_name = request.name_index("target_tokens");
+    int64_t tokens_before = 0;
     int64_t cells_before = 0;
     for (size_t d = 0; d < num_datums; ++d) {
         const Datum& datum = request.datums()[static_cast<size_t>(datums[d])];
+        writer.count_up(to.positions + tokens_before, static_cast<size_t>(datum.length));
         for (uint32_t i = 0; i < datum.chunks; ++i) {
             const Chunk& chunk = request.storage->chunks[datum.first_chunk + i];
-            copy_integers(chunk.tokens, chunk.dtype, tokens);
-            tokens += chunk.tokens.size / item_size(chunk.dtype);
+            write_cells(writer, to.tokens + tokens_before, chunk.tokens, chunk.dtype);
+            tokens_before += static_cast<int64_t>(chunk.tokens.size / item_size(chunk.dtype));
         }
-        count_up(static_cast<size_t>(datum.length), positions);
-        positions += datum.length;
         if (datum.target_width < 0) continue;
-        const int64_t cells = datum.length * std::max<int64_t>(datum.target_width, 1);
-        if (labels) {
-            const Tensor& tensor = *request.find(datum, target_name);
-            if (tensor.layout == Layout::csr)
-                densify(tensor, datum.length, labels, [&](int64_t i) { return integer_at(tensor.values, tensor.dtype, i); });
-            else copy_integers(tensor.values, tensor.dtype, labels);
-            labels += cells;
-        }
+        if (to.labels) write_tensor(writer, to.labels + cells_before, *request.find(datum, target_name), datum.length);
         for (size_t i = 0; i < to.num_inputs; ++i) {
             const InputTarget& input = to.inputs[i];
-            float* out = input.to + cells_before;
-            const Tensor* tensor = request.find(datum, input.name);
-            if (!tensor) std::fill_n(out, cells, *input.fallback);
-            else if (tensor->layout == Layout::csr)
-                densify(*tensor, datum.length, out, [&](int64_t c) { return number_at(tensor->values, tensor->dtype, c); });
-            else copy_floats(tensor->values, tensor->dtype, out);
+            if (const Tensor* tensor = request.find(datum, input.name)) write_tensor(writer, input.to + cells_before, *tensor, datum.length);
+            else std::fill_n(input.to + cells_before, cells_of(datum), *input.fallback);
         }
-        cells_before += cells;
+        cells_before += cells_of(datum);
     }
 }
 

@@ -21,6 +21,9 @@ struct FillTarget {
     size_t num_inputs = 0;
 };
 
+// Label cells of a datum: length x K, 0 when it has no target_tokens.
+int64_t cells_of(const Datum& datum);
+
 // Writes datums in the order given, end to end. The caller has checked that indices are in range, that every datum has the inputs
 // it must have in the width of its labels, and that the memory is large enough.
 void fill(const Request& request, const int64_t* datums, size_t num_datums, const FillTarget& to);

@@ -7,8 +7,9 @@ namespace spindle {
 namespace {
 constexpr size_t lanes = 8;
 constexpr size_t stripe = lanes * 8;
-constexpr uint64_t odd[lanes] = {0x9e3779b97f4a7c15, 0xbf58476d1ce4e5b9, 0x94d049bb133111eb, 0xd6e8feb86659fd93,
-                                 0xa0761d6478bd642f, 0xe7037ed1a0b428db, 0x8ebc6af09c88c6e3, 0x589965cc75374cc3};
+alignas(32) constexpr uint64_t odd[lanes] = {0x9e3779b97f4a7c15, 0xbf58476d1ce4e5b9, 0x94d049bb133111eb, 0xd6e8feb86659fd93,
+                                             0xa0761d6478bd642f, 0xe7037ed1a0b428db, 0x8ebc6af09c88c6e3, 0x589965cc75374cc3};
+alignas(32) constexpr uint64_t steps[lanes] = {odd[7], odd[6], odd[5], odd[4], odd[3], odd[2], odd[1], odd[0]};
 
 uint64_t mix(uint64_t a, uint64_t b) {
     const auto product = static_cast<unsigned __int128>(a) * b;
@@ -17,23 +18,46 @@ uint64_t mix(uint64_t a, uint64_t b) {
 
 // Each lane sums 32 x 32-bit products of its words under a key that moves on with every stripe (so that order counts), and the
 // word itself goes into the neighbouring lane (so that a zero factor hides nothing).
-SPINDLE_WIDE void absorb(uint64_t* sums, const uint8_t* from, size_t stripes) {
+void absorb_plain(uint64_t* sums, const uint8_t* from, size_t stripes) {
     uint64_t key[lanes];
-    uint64_t sum[lanes];
-    for (size_t i = 0; i < lanes; ++i) {
-        key[i] = odd[i];
-        sum[i] = sums[i];
-    }
-    for (size_t n = 0; n < stripes; ++n, from += stripe) {
-        uint64_t word[lanes];
-        std::memcpy(word, from, stripe);
+    std::memcpy(key, odd, sizeof(key));
+    for (; stripes; --stripes, from += stripe) {
         for (size_t i = 0; i < lanes; ++i) {
-            const uint64_t keyed = word[i] + key[i];
-            sum[i] += (keyed & 0xffffffff) * (keyed >> 32) + word[i ^ 1];
-            key[i] += odd[lanes - 1 - i];
+            const uint64_t keyed = load<uint64_t>(from + 8 * i) + key[i];
+            sums[i] += (keyed & 0xffffffff) * (keyed >> 32) + load<uint64_t>(from + 8 * (i ^ 1));
+            key[i] += steps[i];
         }
     }
-    for (size_t i = 0; i < lanes; ++i) sums[i] = sum[i];
+}
+
+#ifdef SPINDLE_AVX2
+// The same, four lanes at a time.
+SPINDLE_AVX2 void absorb_avx2(uint64_t* sums, const uint8_t* from, size_t stripes) {
+    __m256i sum[2], key[2], step[2];
+    for (int half = 0; half < 2; ++half) {
+        sum[half] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums + 4 * half));
+        key[half] = _mm256_load_si256(reinterpret_cast<const __m256i*>(odd + 4 * half));
+        step[half] = _mm256_load_si256(reinterpret_cast<const __m256i*>(steps + 4 * half));
+    }
+    for (; stripes; --stripes, from += stripe) {
+        for (int half = 0; half < 2; ++half) {
+            const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32 * half));
+            const __m256i keyed = _mm256_add_epi64(word, key[half]);
+            const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+            const __m256i neighbour = _mm256_shuffle_epi32(word, _MM_SHUFFLE(1, 0, 3, 2));
+            sum[half] = _mm256_add_epi64(sum[half], _mm256_add_epi64(product, neighbour));
+            key[half] = _mm256_add_epi64(key[half], step[half]);
+        }
+    }
+    for (int half = 0; half < 2; ++half) _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + 4 * half), sum[half]);
+}
+#endif
+
+void absorb(uint64_t* sums, const uint8_t* from, size_t stripes) {
+#ifdef SPINDLE_AVX2
+    if (has_avx2()) return absorb_avx2(sums, from, stripes);
+#endif
+    absorb_plain(sums, from, stripes);
 }
 }  // namespace
 
@@ -48,7 +72,7 @@ Fingerprint fingerprint(Bytes content) {
     uint64_t sums[lanes];
     for (size_t i = 0; i < lanes; ++i) sums[i] = odd[i] * (content.size + i + 1);
     const size_t stripes = content.size / stripe;
-    absorb(sums, content.data, stripes);
+    if (stripes) absorb(sums, content.data, stripes);
     if (const size_t rest = content.size % stripe) {
         uint8_t last[stripe] = {};
         std::memcpy(last, content.data + stripes * stripe, rest);

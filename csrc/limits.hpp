@@ -14,7 +14,7 @@ struct Limits {
     int64_t max_target_width = 256;                  // K of an [N, K] input
     int64_t max_cells = int64_t{1} << 26;            // N * K summed over datums: CSR says many in few bytes
     int64_t max_name_length = 256;                   // bytes of model_id, loss_fn, input and config names
-    int64_t max_input_names = 64;                    // of one datum, and distinct ones of a request
+    int64_t max_input_names = 64;                    // different ones of a request
     int64_t max_config_entries = 64;
     int64_t max_spans = int64_t{1} << 16;  // provenance spans of all datums
     int64_t vocab_size = 0;                // token ids must be below it; 0 = only not negative

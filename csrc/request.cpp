@@ -57,8 +57,6 @@ class Builder {
                 return;
             }
         }
-        if (datum().tensors >= limits_.max_input_names)
-            throw wrong(text("loss_fn_inputs has more than ", limits_.max_input_names, " names"));
         storage_.tensors.push_back(tensor);
         ++datum().tensors;
     }

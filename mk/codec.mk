@@ -5,3 +5,30 @@
 proto:
 	$(PYTHON) -m grpc_tools.protoc -I . --python_out . --pyi_out . spindle/codec/wire.proto
 	sed -i '/^_runtime_version/,/^)/d; /runtime_version/d' spindle/codec/wire_pb2.py
+
+CODEC_SOURCES := $(filter-out csrc/bindings.cpp,$(wildcard csrc/*.cpp))
+CODEC_HEADERS := $(wildcard csrc/*.hpp)
+ZSTD_FLAGS = $(shell pkg-config --cflags --libs libzstd)
+FUZZ_SECONDS ?= 600
+STRICT := -std=c++17 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Icsrc
+
+# scan, fill and peek under AddressSanitizer and UndefinedBehaviorSanitizer, FUZZ_SECONDS long. With clang's libFuzzer when it is
+# installed (apt-get install clang), else with our own driver.
+.PHONY: fuzz fuzz-smoke
+fuzz: $(if $(shell command -v clang++),fuzz/build/libfuzzer,fuzz/build/driver)
+	mkdir -p fuzz/build/found
+	if [ -x fuzz/build/libfuzzer ]; then \
+		cd fuzz/build && ./libfuzzer -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=4096 -max_len=65536 -print_final_stats=1 found ../corpus; \
+	else cd fuzz/build && timeout --preserve-status -s INT $(FUZZ_SECONDS) ./driver 1000000000 $$(date +%s) ../corpus/*; fi
+
+# A fixed number of inputs from a fixed seed.
+fuzz-smoke: fuzz/build/driver
+	cd fuzz/build && ./driver 20000 1 ../corpus/*
+
+fuzz/build/libfuzzer: fuzz/target.cpp $(CODEC_SOURCES) $(CODEC_HEADERS)
+	mkdir -p fuzz/build
+	clang++ $(STRICT) -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all fuzz/target.cpp $(CODEC_SOURCES) $(ZSTD_FLAGS) -o $@
+
+fuzz/build/driver: fuzz/target.cpp fuzz/driver.cpp $(CODEC_SOURCES) $(CODEC_HEADERS)
+	mkdir -p fuzz/build
+	$(or $(CXX),g++) $(STRICT) -fsanitize=address,undefined -fno-sanitize-recover=all fuzz/target.cpp fuzz/driver.cpp $(CODEC_SOURCES) $(ZSTD_FLAGS) -o $@

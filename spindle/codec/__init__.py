@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from spindle.codec import _codec
-from spindle.codec._codec import Limits, ScannedRequest, pool_stats
+from spindle.codec._codec import Limits, ScannedRequest, built_with, pool_stats
 from spindle.codec.arrays import scan_arrays
 from spindle.codec.messages import decode_forward_backward, encode_request, encode_sample_response
 
 __all__ = [
     "Limits",
     "ScannedRequest",
+    "built_with",
     "decode_forward_backward",
     "encode_forward_backward",
     "encode_request",

@@ -118,3 +118,5 @@ def encode_forward_backward(
 def peek(body: Any, content_encoding: str | None, limits: Limits) -> tuple[str, int, int]: ...
 def pool_stats() -> dict[str, int]:
     """idle, idle_bytes, max_idle, max_idle_bytes of the arena pool, and allocated_bytes: all that was ever taken from the system."""
+
+built_with: dict[str, str | int]

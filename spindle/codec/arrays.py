@@ -43,7 +43,9 @@ def scan_arrays(
 def _datum(index: int, datum: Datum) -> tuple[np.ndarray, list[tuple]]:
     tokens = _array(index, "model_input", datum.tokens)
     if tokens.ndim != 1 or tokens.dtype.kind != "i":
-        raise InvalidRequest(f"datum {index}: model_input has shape {list(tokens.shape)} and dtype {tokens.dtype}: one row of integers is needed")
+        raise InvalidRequest(
+            f"datum {index}: model_input has shape {list(tokens.shape)} and dtype {tokens.dtype}: one row of integers is needed"
+        )
     return tokens, [_input(index, str(name), value) for name, value in datum.loss_fn_inputs.items()]
 
 
@@ -58,8 +60,10 @@ def _input(index: int, name: str, value: Any) -> tuple:
         return name, data, None, None, shape
     if value.crow_indices is None or value.col_indices is None:
         raise InvalidRequest(f"datum {index}: {name} has only one of crow_indices and col_indices: CSR needs both")
-    crow, col = (_array(index, f"{name}: {part}", given).astype(np.int64, copy=False)
-                 for part, given in (("crow_indices", value.crow_indices), ("col_indices", value.col_indices)))
+    crow, col = (
+        _array(index, f"{name}: {part}", given).astype(np.int64, copy=False)
+        for part, given in (("crow_indices", value.crow_indices), ("col_indices", value.col_indices))
+    )
     return name, data, crow, col, shape or ()
 
 

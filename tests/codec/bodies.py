@@ -61,6 +61,7 @@ def simple(n: int = 4, **inputs) -> wire.Datum:
 
 def read_tensor(tensor: wire.Tensor) -> np.ndarray:
     """What a Tensor message means, dense."""
+
     def cells(raw: bytes) -> np.ndarray:
         if tensor.dtype == wire.DTYPE_BFLOAT16:
             return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
