@@ -7,17 +7,19 @@ import math
 import numpy as np
 import torch
 
-from spindle.compute.layout import AdapterLayout
+from spindle.compute.layout import AdapterLayout, TensorSlot
 
-__all__ = ["Adapter", "AdapterWeights", "views"]
+__all__ = ["Adapter", "AdapterWeights", "view", "views"]
+
+
+def view(flat: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
+    """The slot's matrix within ``flat`` [P]."""
+    return flat.as_strided(slot.shape, (slot.shape[1], 1), flat.storage_offset() + slot.offset)
 
 
 def views(flat: torch.Tensor, layout: AdapterLayout) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Target path -> (A, B), views into ``flat`` [P]."""
-    return {
-        path: tuple(flat[s.offset : s.offset + s.numel].view(s.shape) for s in pair)  # type: ignore[misc]
-        for path, pair in layout.pairs.items()
-    }
+    return {path: (view(flat, a), view(flat, b)) for path, (a, b) in layout.pairs.items()}
 
 
 class AdapterWeights:

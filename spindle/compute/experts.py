@@ -63,7 +63,7 @@ def _blocks(stack: torch.Tensor, updates: list[Update], tokens: np.ndarray, offs
                 rank = u.a.shape[0] // count
                 a, da = (None if x is None else x[e * rank : (e + 1) * rank] for x in (u.a, u.da))
                 b, db = (None if x is None else x.view(x.shape[0], rank, count)[:, :, e] for x in (u.b, u.db))
-                mine.append(Update(start, stop, a, b, u.scale, da, db))
+                mine.append(Update(start, stop, a, b, u.scale, da, db, u.written))
         yield Block(low, high, stack[e], None, mine)
 
 
@@ -78,7 +78,13 @@ def experts_forward(module: nn.Module, hidden_states: torch.Tensor, top_k_index:
     tokens = (order // k).cpu().numpy()
 
     def product(x: torch.Tensor, stack: torch.Tensor, path: str) -> torch.Tensor:
-        return adapted(x, list(_blocks(stack, route.updates(path), tokens, offsets)), route)
+        updates = route.updates(path)
+        for u in updates:
+            for grad in (u.da, u.db):
+                if grad is not None and grad.data_ptr() not in u.written:  # not every expert will write its part
+                    grad.zero_()
+                    u.written.add(grad.data_ptr())
+        return adapted(x, list(_blocks(stack, updates, tokens, offsets)), route)
 
     x = hidden_states.unsqueeze(1).expand(-1, k, -1).reshape(total * k, -1)[order]  # so that the backward adds in a fixed order
     gate, up = product(x, module.gate_up_proj, names.gate_up).chunk(2, dim=-1)

@@ -7,15 +7,14 @@ rows whose gradient is not zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from spindle.compute.adapter import AdapterWeights
-from spindle.compute.lora import MIN_ROWS, RowGroup, add_product, window
+from spindle.compute.lora import MIN_ROWS, Update, add_gradients, add_update, window
 
 __all__ = ["Head", "HeadTask"]
 
@@ -26,15 +25,14 @@ CHUNK_BYTES = 64 << 20  # float32 logits held at once
 class HeadTask:
     """One segment's part of the head.
 
-    rows, cells: its ranges in the micro-batch. grad: its (A, B) gradients for the unembedding, None when it adapts none.
+    rows, cells: its ranges in the micro-batch. update: what its adapter adds to the unembedding, None when that is nothing.
     gradient: None for a forward-only segment, else called with logprobs [m] and their range [lo, hi) among the segment's cells ->
     dloss/dlogprob [m]. whole: call it once with all cells instead of chunk by chunk.
     """
 
     rows: slice
     cells: slice
-    weights: AdapterWeights | None
-    grad: tuple[torch.Tensor, torch.Tensor] | None
+    update: Update | None
     gradient: Callable[[torch.Tensor, int, int], torch.Tensor] | None
     whole: bool = False
 
@@ -47,19 +45,12 @@ class Head:
     ) -> None:
         self.weight, self.bias, self.path, self.scale, self.softcap = weight, bias, path, scale, softcap
 
-    def _matrices(self, weights: AdapterWeights | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None if weights is None else weights.matrices.get(self.path)
-
     @torch.no_grad()
-    def logits(self, hidden: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
-        """hidden [n, H], groups over these rows -> float32 [n, V]."""
+    def logits(self, hidden: torch.Tensor, updates: Iterable[Update]) -> torch.Tensor:
+        """hidden [n, H], updates over these rows -> float32 [n, V]."""
         out = F.linear(hidden, self.weight, self.bias)
-        for g in groups:
-            pair = self._matrices(g.weights)
-            if pair is not None and g.stop > g.start:
-                low, high = window(g.start, g.stop, hidden.shape[0])
-                z = (hidden[low:high] @ pair[0].t())[g.start - low : g.stop - low]
-                out[g.start : g.stop].addmm_(z, pair[1].t(), alpha=g.weights.scale)
+        for u in updates:
+            add_update(hidden, out, u)
         out = out.float()
         if self.scale != 1.0:
             out.mul_(self.scale)
@@ -80,9 +71,9 @@ class Head:
         for pieces in _chunks(tasks, chunk_rows):
             start, stop = pieces[0][1], pieces[-1][2]
             low, high = window(start, stop, hidden.shape[0])
-            groups = [RowGroup(a - low, b - low, task.weights) for task, a, b in pieces]
+            updates = [task.update._replace(start=a - low, stop=b - low) for task, a, b in pieces if task.update]
             c0, c1 = np.searchsorted(cell_rows, (start, stop))
-            scores, slope = self._log_softmax(hidden[low:high], groups)
+            scores, slope = self._log_softmax(hidden[low:high], updates)
             torch.take(scores, (row_of_cell[c0:c1] - low) * scores.shape[1] + targets[c0:c1], out=logprobs[c0:c1])
             now = [(task, *np.searchsorted(cell_rows, (a, b))) for task, a, b in pieces if task.gradient and not task.whole]
             if now:
@@ -96,9 +87,9 @@ class Head:
                 self._again(task, g, row_of_cell[task.cells], targets[task.cells], hidden, dhidden, chunk_rows)
         return logprobs, dhidden
 
-    def _log_softmax(self, hidden: torch.Tensor, groups: Sequence[RowGroup]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _log_softmax(self, hidden: torch.Tensor, updates: Iterable[Update]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-softmax [n, V], and with a softcap the slope of the cap [n, V]."""
-        scores = self.logits(hidden, groups)
+        scores = self.logits(hidden, updates)
         slope = None if self.softcap is None else 1.0 - (scores / self.softcap).square_()
         return torch.log_softmax(scores, -1, out=scores), slope
 
@@ -107,7 +98,7 @@ class Head:
         used = torch.unique_consecutive(rows[g != 0])
         for part in used.split(chunk_rows) if len(used) else ():
             h = hidden[F.pad(part, (0, max(0, MIN_ROWS - len(part))), value=int(part[0]))]
-            scores, slope = self._log_softmax(h, [RowGroup(0, len(part), task.weights)])
+            scores, slope = self._log_softmax(h, [task.update._replace(start=0, stop=len(part))] if task.update else [])
             cells = (g != 0) & (rows >= part[0]) & (rows <= part[-1])
             local = torch.searchsorted(part, rows[cells])
             dpart = torch.zeros_like(h)
@@ -135,16 +126,11 @@ class Head:
         dh = (padded @ self.weight)[: len(used)]
         host_rows = used.cpu().numpy()
         for task, a, b in pieces:
-            pair = self._matrices(task.weights)
             i, j = np.searchsorted(host_rows, (a, b))
-            if pair is None or i == j:
-                continue
-            h, part = hidden[used[i:j]], d[i:j]
-            dz = part @ pair[1]
-            dh[i:j].addmm_(dz, pair[0], alpha=task.weights.scale)
-            if task.grad is not None:
-                add_product(task.grad[0], dz.t(), h, task.weights.scale)
-                add_product(task.grad[1], part.t(), h @ pair[0].t(), task.weights.scale)
+            if task.update and i < j:
+                h = hidden[used[i:j]]
+                z = torch.mm(h, task.update.a.t()).mul_(task.update.scale)
+                add_gradients(h, z, d[i:j], dh[i:j], task.update)
         dhidden[used] = dh
 
 

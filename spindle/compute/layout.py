@@ -64,6 +64,13 @@ class AdapterLayout:
         """Target path -> (A, B)."""
         return {a.name[len(_PREFIX) : -len(_A)]: (a, b) for a, b in zip(self.slots[::2], self.slots[1::2], strict=True)}
 
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges of the flat buffer that belong to no slot."""
+        ends = [s.offset + s.numel for s in self.slots]
+        starts = [*(s.offset for s in self.slots[1:]), self.numel]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
 
 def build_layout(lora: LoraConfig, targets: Sequence[LoraTarget]) -> AdapterLayout:
     """The layout of an adapter that trains those ``targets`` its three flags ask for."""

@@ -15,9 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spindle.compute.adapter import AdapterWeights, views
+from spindle.compute.adapter import AdapterWeights, view
 
-__all__ = ["MIN_ROWS", "Block", "LoraLinear", "Route", "Router", "RowGroup", "Update", "adapted", "add_product", "window"]
+__all__ = [
+    "MIN_ROWS",
+    "Block",
+    "LoraLinear",
+    "Route",
+    "Router",
+    "RowGroup",
+    "Update",
+    "adapted",
+    "add_gradients",
+    "add_update",
+    "window",
+]
 
 MIN_ROWS = 16
 
@@ -32,7 +44,11 @@ class RowGroup(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Rows [start, stop) get scale * B A x more. da, db: where the gradients of A [r, in] and B [out, r] are added, or None."""
+    """Rows [start, stop) get scale * B A x more.
+
+    a [r, in], b [out, r]. da, db: where their gradients go, or None. written: the addresses of gradients that hold something already;
+    the first product is stored, not added, so that fresh buffers need not be cleared.
+    """
 
     start: int
     stop: int
@@ -41,6 +57,7 @@ class Update(NamedTuple):
     scale: float
     da: torch.Tensor | None
     db: torch.Tensor | None
+    written: set[int]
 
 
 class Block(NamedTuple):
@@ -62,25 +79,39 @@ def window(start: int, stop: int, total: int) -> tuple[int, int]:
 
 
 class Route:
-    """Which rows of the current forward pass belong to which adapter. ``anchor`` makes outputs require a gradient though no weight does."""
+    """Which rows of the current forward pass belong to which adapter. ``anchor`` makes outputs require a gradient though no weight does.
 
-    def __init__(self, groups: Sequence[RowGroup], device: torch.device | str = "cpu") -> None:
+    Gradient buffers of the groups may come uninitialized; ``finish`` after the backward clears what nothing was written to.
+    """
+
+    def __init__(self, groups: Sequence[RowGroup | tuple], device: torch.device | str = "cpu") -> None:
         self.groups = [g for g in (RowGroup(*g) for g in groups) if g.weights is not None and g.stop > g.start]
-        self.grads = [{} if g.grad is None else views(g.grad, g.weights.layout) for g in self.groups]
         self.anchor = torch.zeros((), device=device, requires_grad=any(g.grad is not None for g in self.groups))
+        self.written: set[int] = set()
         self._updates: dict[str, list[Update]] = {}
 
     def updates(self, path: str) -> list[Update]:
         """What the groups add to the linear map of that name."""
         found = self._updates.get(path)
         if found is None:
-            found = [
-                Update(g.start, g.stop, *g.weights.matrices[path], g.weights.scale, *grads.get(path, (None, None)))
-                for g, grads in zip(self.groups, self.grads, strict=True)
-                if path in g.weights.matrices
-            ]
+            found = []
+            for g in self.groups:
+                if path in g.weights.matrices:
+                    grads = (None, None) if g.grad is None else [view(g.grad, slot) for slot in g.weights.layout.pairs[path]]
+                    found.append(Update(g.start, g.stop, *g.weights.matrices[path], g.weights.scale, *grads, self.written))
             self._updates[path] = found
         return found
+
+    def finish(self) -> None:
+        """Zero every gradient that no product was written to."""
+        for g in self.groups:
+            if g.grad is None:
+                continue
+            for slot in g.weights.layout.slots:
+                if g.grad.data_ptr() + 4 * slot.offset not in self.written:
+                    view(g.grad, slot).zero_()
+            for start, stop in g.weights.layout.gaps:
+                g.grad[start:stop].zero_()
 
 
 class Router(threading.local):
@@ -89,12 +120,48 @@ class Router(threading.local):
     route: Route | None = None
 
 
-def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-    """out += scale * a @ b, where ``out`` is float32 whatever the others are."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b, alpha=scale)
+def put_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, written: set[int]) -> None:
+    """out (+)= a @ b, where ``out`` is float32 whatever the others are."""
+    address = out.data_ptr()
+    if address in written:
+        out.addmm_(a, b) if a.dtype == out.dtype else out.add_(a @ b)
     else:
-        out.add_(a @ b, alpha=scale)
+        torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(a @ b)
+        written.add(address)
+
+
+def add_update(x: torch.Tensor, y: torch.Tensor, u: Update) -> torch.Tensor:
+    """y += the update of x, rows of one count; returns scale * x A^T of the update's rows."""
+    if u.stop - u.start >= MIN_ROWS:
+        z = torch.mm(x[u.start : u.stop], u.a.t()).mul_(u.scale)
+        y[u.start : u.stop].addmm_(z, u.b.t())
+        return z
+    low, high = window(u.start, u.stop, x.shape[0])
+    z = torch.mm(x[low:high], u.a.t()).mul_(u.scale)
+    y[u.start : u.stop] += torch.mm(z, u.b.t())[u.start - low : u.stop - low]
+    return z[u.start - low : u.stop - low]
+
+
+def add_gradients(x: torch.Tensor, z: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor | None, u: Update) -> None:
+    """The update's backward over its own rows alone: x, z (as add_update gave it), dy, and dx which its part is added to."""
+    dz = torch.mm(dy, u.b).mul_(u.scale)
+    if dx is not None:
+        dx.addmm_(dz, u.a)
+    if u.da is not None:
+        put_product(u.da, dz.t(), x, u.written)
+        put_product(u.db, dy.t(), z, u.written)
+
+
+def _rows(x: torch.Tensor, updates: Sequence[Update]) -> Sequence[torch.Tensor]:
+    """The rows of each update; in one call when they cover all rows in order, as they mostly do."""
+    at = 0
+    for u in updates:
+        if u.start != at:
+            return [x[u.start : u.stop] for u in updates]
+        at = u.stop
+    if at != x.shape[0]:
+        return [x[u.start : u.stop] for u in updates]
+    return x.split([u.stop - u.start for u in updates])
 
 
 def _product(x: torch.Tensor, out: torch.Tensor, start: int, stop: int, matrix: torch.Tensor) -> None:
@@ -107,26 +174,14 @@ def _product(x: torch.Tensor, out: torch.Tensor, start: int, stop: int, matrix: 
 
 
 def _forward(x: torch.Tensor, blocks: Sequence[Block]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """x [T, in] -> y [T, out] and, per update, z = x A^T [rows, rank]."""
+    """x [T, in] -> y [T, out] and, per update, scale * x A^T [rows, rank]."""
     if len(blocks) == 1:
         y = F.linear(x, blocks[0].weight, blocks[0].bias)
     else:
         y = x.new_empty(x.shape[0], blocks[0].weight.shape[0])
         for block in blocks:
             _product(x, y, block.start, block.stop, block.weight.t())
-    hidden = []
-    for block in blocks:
-        for u in block.updates:
-            if u.stop - u.start >= MIN_ROWS:
-                z = x[u.start : u.stop] @ u.a.t()
-                y[u.start : u.stop].addmm_(z, u.b.t(), alpha=u.scale)
-            else:
-                low, high = window(u.start, u.stop, x.shape[0])
-                z = x[low:high] @ u.a.t()
-                y[u.start : u.stop].add_((z @ u.b.t())[u.start - low : u.stop - low], alpha=u.scale)
-                z = z[u.start - low : u.stop - low]
-            hidden.append(z)
-    return y, hidden
+    return y, [add_update(x, y, u) for block in blocks for u in block.updates]
 
 
 class _Adapted(torch.autograd.Function):
@@ -149,16 +204,10 @@ class _Adapted(torch.autograd.Function):
                 dx = torch.empty_like(x)
                 for block in blocks:
                     _product(dy, dx, block.start, block.stop, block.weight)
-        hidden = iter(hidden)
-        for block in blocks:
-            for u in block.updates:  # these shapes come from the group's own rows alone: no window needed
-                z, own = next(hidden), dy[u.start : u.stop]
-                dz = own @ u.b
-                if dx is not None:
-                    dx[u.start : u.stop].addmm_(dz, u.a, alpha=u.scale)
-                if u.da is not None:
-                    add_product(u.da, dz.t(), x[u.start : u.stop], u.scale)
-                    add_product(u.db, own.t(), z, u.scale)
+        updates = [u for block in blocks for u in block.updates]
+        dxs = [None] * len(updates) if dx is None else _rows(dx, updates)
+        for u, z, rows, dy_rows, dx_rows in zip(updates, hidden, _rows(x, updates), _rows(dy, updates), dxs, strict=True):
+            add_gradients(rows, z, dy_rows, dx_rows, u)
         return dx, None, None
 
 

@@ -151,20 +151,21 @@ class BaseModel:
         self._checkpointing = on
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing, groups: Sequence[RowGroup | tuple] = ()
+        self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing, groups: Sequence[RowGroup | tuple] | Route = ()
     ) -> torch.Tensor:
         """tokens, positions [T] int64 on the model's device -> last hidden states [T, H], after the final norm.
 
         groups: disjoint row ranges in order with the adapter of each (RowGroup or the tuple of its first three fields); rows that no
-        group names run the bare model. When a group has ``grad``, the result carries a graph whose backward adds to it.
+        group names run the bare model. When a group has ``grad``, the result carries a graph whose backward writes it (Route.finish
+        then clears the rest of it).
         """
-        with self._routed(Route(groups, self.device)):
+        with self._routed(groups if isinstance(groups, Route) else Route(groups, self.device)):
             out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
         return out.last_hidden_state.squeeze(0)
 
     def logits(self, hidden: torch.Tensor, groups: Sequence[RowGroup | tuple] = ()) -> torch.Tensor:
         """hidden [n, H], groups over those n rows -> float32 logits [n, V]. For sampling: no gradient."""
-        return self.head.logits(hidden, [RowGroup(*g) for g in groups])
+        return self.head.logits(hidden, Route(groups).updates(self.head.path))
 
     @torch.no_grad()
     def check(self) -> None:

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from spindle import losses, optim
-from spindle.compute.adapter import Adapter, AdapterWeights, views
+from spindle.compute.adapter import Adapter, AdapterWeights
 from spindle.compute.attention import Packing
 from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.head import HeadTask
-from spindle.compute.lora import MIN_ROWS, RowGroup
+from spindle.compute.lora import MIN_ROWS, Route, RowGroup
 from spindle.compute.model import BaseModel
 from spindle.errors import UserError
 from spindle.types import AdamParams, DimuonParams
@@ -99,29 +99,25 @@ class DeviceWorker:
         for s in batch.segments:
             if id(s.adapter) not in weights:
                 weights[id(s.adapter)] = s.adapter.weights(model.dtype, device)
-            grad = torch.zeros(s.adapter.layout.numel, device=device) if s.backward else None
+            grad = torch.empty(s.adapter.layout.numel, device=device) if s.backward else None
             groups.append(RowGroup(s.rows.start, s.rows.stop, weights[id(s.adapter)], grad))
         backward = any(s.backward for s in batch.segments)
         if backward:
             model.checkpoint_activations(len(tokens) * model.activation_bytes > self._budget())
         with torch.set_grad_enabled(backward):
-            hidden = model.hidden(tokens, positions, Packing(lengths), groups)
+            route = Route(groups, device)
+            hidden = model.hidden(tokens, positions, Packing(lengths), route)
+        updates = {u.start: u for u in route.updates(model.head.path)}
         head_tasks = [
-            HeadTask(
-                s.rows,
-                s.cells,
-                g.weights,
-                None if g.grad is None else views(g.grad, s.adapter.layout).get(model.head.path),
-                task.gradient if s.backward else None,
-                task.loss.whole_segment,
-            )
-            for s, g, task in zip(batch.segments, groups, tasks, strict=True)
+            HeadTask(s.rows, s.cells, updates.get(s.rows.start), task.gradient if s.backward else None, task.loss.whole_segment)
+            for s, task in zip(batch.segments, tasks, strict=True)
         ]
         cell_rows = np.repeat(np.arange(len(batch.tokens)), np.repeat(np.maximum(batch.widths, 1), batch.lengths))
         logprobs, dhidden = model.head.run(hidden.detach(), head_tasks, cell_rows, targets)
         middle = time.perf_counter()
         if hidden.requires_grad:
             hidden.backward(dhidden)
+        route.finish()
         host = logprobs.cpu()
         self.seconds["forward"] += middle - started
         self.seconds["backward"] += time.perf_counter() - middle
