@@ -67,8 +67,9 @@ class Bank:
         self.values: list[torch.Tensor] = []
 
     @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+    def used_nbytes(self) -> int:
+        rows = max(1, len(self.slots))
+        return sum(t.nbytes for t in (*self.keys, *self.values)) * self.count // rows
 
     def _resize(self, rows: int) -> None:
         for tensors in (self.keys, self.values):
@@ -85,7 +86,7 @@ class Bank:
             for mine, theirs in ((self.keys, keys), (self.values, values)):
                 mine.extend(t.new_zeros(0, t.shape[0], self.capacity, t.shape[2]) for t in theirs)
         if self.count + n > len(self.slots):
-            self._resize(max(self.count + n, min(2 * self.count, self.count + 32)))
+            self._resize(self.count + n + self.count // 4)
         rows = np.arange(self.count, self.count + n)
         for mine, theirs in ((self.keys, keys), (self.values, values)):
             for to, source in zip(mine, theirs, strict=True):
@@ -110,8 +111,8 @@ class Bank:
         self.count = last
         if last == 0:
             self.keys, self.values, self.slots = [], [], np.zeros(0, np.int64)
-        elif len(self.slots) > 16 and last * 4 <= len(self.slots):
-            self._resize(len(self.slots) // 2)
+        elif len(self.slots) > 8 and last * 2 <= len(self.slots):
+            self._resize(last + last // 4)
         return int(moved)
 
 

@@ -6,11 +6,11 @@ share a pass. What a sample gets never depends on the others: noise is a functio
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,61 +19,22 @@ import torch
 from spindle.compute.attention import Packing
 from spindle.errors import EngineClosed, ServerError, SpindleError
 from spindle.sampling.choose import choose
+from spindle.sampling.jobs import Batch, Job, Live, Waiting
 from spindle.sampling.kv import Bank, DecodeRows, PromptKV, StepCache, capacity_for
 from spindle.sampling.noise import keys as noise_keys
 from spindle.sampling.prefix import BLOCK, PrefixStore, common_prefix
 from spindle.sampling.prompt_scores import PromptScores
 from spindle.sampling.record import SampleRecords
-from spindle.sampling.request import Checked, SampleRequest, validate
+from spindle.sampling.request import SampleRequest, validate
 from spindle.sampling.slots import Slots
 from spindle.sampling.stops import StopMatcher, Tokenizer
-from spindle.types import SampledSequence, SampleOutput
+from spindle.types import SampledSequence
 
 logger = logging.getLogger("spindle")
 
 _SAMPLES_PER_JOB = 64
+_LOOK_AHEAD = 64  # jobs put off in one step, because a prompt they share is on its way, before the rest is left for later
 _MIN_KEPT_COMPLETION = 16  # sampled tokens from which a finished sample is worth keeping as a prefix
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request from submit to answer."""
-
-    checked: Checked
-    future: Future
-    scores: PromptScores | None
-    results: list[SampledSequence | None]
-    remaining: int
-    hit_tokens: int = 0
-
-    @property
-    def snapshot(self) -> Any:
-        return self.checked.request.snapshot
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """Tokens to prefill, then samples to start: fresh ones by number, or ``slots`` that were preempted."""
-
-    live: _Live
-    tokens: np.ndarray  # [n] int64
-    samples: np.ndarray
-    slots: np.ndarray | None = None
-    scores: PromptScores | None = None
-    kv: PromptKV | None = None
-
-
-@dataclass(slots=True)
-class _Batch:
-    """One forward pass. groups: (first row, last + 1, weights). decode: slots of the single rows, at rows ``decode_rows``."""
-
-    tokens: list[np.ndarray] = field(default_factory=list)
-    positions: list[np.ndarray] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    groups: list[tuple[int, int, Any]] = field(default_factory=list)
-    decode: list[np.ndarray] = field(default_factory=list)
-    decode_rows: list[np.ndarray] = field(default_factory=list)
-    jobs: list[tuple[_Job, int, int]] = field(default_factory=list)  # job, its rows
 
 
 class Sampler:
@@ -101,10 +62,12 @@ class Sampler:
         self._prefill_tokens, self._max_running, self._kv_bytes = prefill_tokens, max_running, kv_bytes
         self._head_rows = max(1, logits_floats // model.vocab_size)  # rows of logits that exist at once
         self._prefixes = PrefixStore(prefix_bytes)
-        self._inbox: deque[_Live] = deque()
-        self._waiting: deque[_Job] = deque()
-        self._prefilling: list[_Job] = []
-        self._live: dict[int, _Live] = {}
+        self._inbox: deque[Live] = deque()
+        self._cancelled: deque[int] = deque()
+        self._numbers = itertools.count()
+        self._waiting = Waiting()
+        self._prefilling: list[Job] = []
+        self._live: dict[int, Live] = {}
         self._slots = Slots()
         self._banks: dict[int, Bank] = {}
         self._order: list[tuple[Any, np.ndarray]] | None = None  # (snapshot, its running slots); None = stale
@@ -122,9 +85,11 @@ class Sampler:
             raise EngineClosed("the sampler is closed")
         checked = validate(request, self.model, self.tokenizer is not None)
         scores = PromptScores(checked) if checked.first_scored < len(checked.prompt) or request.target_prompt_logprobs is not None else None
-        live = _Live(checked, Future() if future is None else future, scores, [None] * request.num_samples, request.num_samples)
-        self._inbox.append(live)
-        return live.future
+        future, number = Future() if future is None else future, next(self._numbers)
+        cancelled = self._cancelled
+        future.add_done_callback(lambda done: cancelled.append(number) if done.cancelled() else None)
+        self._inbox.append(Live(number, checked, future, scores, [None] * request.num_samples, request.num_samples))
+        return future
 
     def has_work(self) -> bool:
         return bool(self._inbox or self._live)
@@ -172,48 +137,48 @@ class Sampler:
         error = EngineClosed("the engine was closed before the sample was finished")
         self._fail_started(error)
         for live in self._live.values():
-            _settle(live.future.set_exception, error)
-        self._live.clear()
-        self._waiting.clear()
+            live.fail(error)
+        self._live, self._waiting = {}, Waiting()
         self._prefixes.shrink(0)
 
     def _fail_started(self, error: SpindleError) -> None:
-        started = {id(owner): owner for owner in self._slots.owner if owner is not None}
-        started |= {id(job.live): job.live for job in self._prefilling}
-        self._waiting = deque(job for job in self._waiting if id(job.live) not in started)
-        self._prefilling.clear()
-        self._slots, self._banks, self._order = Slots(), {}, None
-        for key, live in started.items():
-            if self._live.pop(key, None) is not None:
-                _settle(live.future.set_exception, error)
+        started = {owner.number for owner in self._slots.owner if owner is not None} | {job.live.number for job in self._prefilling}
+        self._waiting.drop(started)
+        self._prefilling, self._slots, self._banks, self._order = [], Slots(), {}, None
+        for number in started & self._live.keys():
+            self._live.pop(number).fail(error)
 
     # Queue.
 
     def _receive(self) -> None:
         while self._inbox:
             live = self._inbox.popleft()
-            self._live[id(live)] = live
+            self._live[live.number] = live
             samples = np.arange(live.remaining)
             for first in range(0, live.remaining, _SAMPLES_PER_JOB):
                 scores = live.scores if first == 0 else None
-                self._waiting.append(_Job(live, live.checked.prompt, samples[first : first + _SAMPLES_PER_JOB], None, scores))
-        cancelled = {key for key, live in self._live.items() if live.future.cancelled()}
-        if cancelled:
-            self._waiting = deque(job for job in self._waiting if id(job.live) not in cancelled)
-            self._prefilling = [job for job in self._prefilling if id(job.live) not in cancelled]
+                self._waiting.add(Job(live, live.checked.prompt, samples[first : first + _SAMPLES_PER_JOB], None, scores))
+        cancelled = set()
+        while self._cancelled:
+            cancelled.add(self._cancelled.popleft())
+        if cancelled := cancelled & self._live.keys():
+            self._waiting.drop(cancelled)
+            self._prefilling = [job for job in self._prefilling if job.live.number not in cancelled]
             for slot, owner in enumerate(self._slots.owner):
-                if owner is not None and id(owner) in cancelled:
+                if owner is not None and owner.number in cancelled:
                     self._release(slot)
-            for key in cancelled:
-                del self._live[key]
+            for number in cancelled:
+                del self._live[number]
 
     def _admit(self) -> None:
         budget = self._prefill_tokens - sum(len(job.tokens) - job.kv.filled for job in self._prefilling)
-        later: list[_Job] = []
-        while self._waiting and budget > 0:
-            job = self._waiting.popleft()
-            busy = np.count_nonzero(self._slots.capacity) + sum(len(other.samples) for other in self._prefilling)
-            if busy and (busy + len(job.samples) > self._max_running or self._kv_nbytes() + self._cost(job) > self._kv_bytes):
+        held = self._kv_nbytes() + sum(self._cost(job) for job in self._prefilling)
+        busy = np.count_nonzero(self._slots.capacity) + sum(len(job.samples) for job in self._prefilling)
+        later: list[Job] = []
+        while len(self._waiting) and budget > 0 and len(later) < _LOOK_AHEAD:
+            job = self._waiting.take()
+            cost = self._cost(job)
+            if busy and (busy + len(job.samples) > self._max_running or held + cost > self._kv_bytes):
                 later.append(job)
                 break
             limit = len(job.tokens) - 1
@@ -230,15 +195,17 @@ class Sampler:
                 self._counts["prefix_hit_tokens"] += shared
                 self._counts["prompt_tokens"] += len(job.tokens)
             budget -= len(job.tokens) - shared
-        self._waiting.extendleft(reversed(later))
+            held += cost
+            busy += len(job.samples)
+        self._waiting.put_back(later)
 
-    def _will_share(self, job: _Job, limit: int, least: int) -> bool:
+    def _will_share(self, job: Job, limit: int, least: int) -> bool:
         if limit < least:
             return False
         others = (other for other in self._prefilling if other.live.snapshot is job.live.snapshot)
         return any(min(common_prefix(other.tokens, job.tokens), limit) >= least for other in others)
 
-    def _cost(self, job: _Job) -> int:
+    def _cost(self, job: Job) -> int:
         """Bytes of keys and values until its samples run."""
         c = self.model.config
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
@@ -247,7 +214,8 @@ class Sampler:
         return per_token * (len(job.tokens) + len(job.samples) * capacity_for(len(job.tokens) + 1))
 
     def _kv_nbytes(self) -> int:
-        return sum(bank.nbytes for bank in list(self._banks.values())) + sum(job.kv.nbytes for job in list(self._prefilling))
+        """Of the running samples. Rows that a bank holds ahead are not counted."""
+        return sum(bank.used_nbytes for bank in list(self._banks.values()))
 
     def _make_room(self) -> None:
         """Move samples that outgrew their bank; past the bound, put the youngest back in the queue (they go on where they were)."""
@@ -264,7 +232,7 @@ class Sampler:
             live, n = slots.owner[slot], slots.count[slot]
             tokens = np.concatenate([live.checked.prompt, slots.tokens[slot, :n].astype(np.int64)])
             slots.position[slot] = len(tokens) - 1
-            self._waiting.appendleft(_Job(live, tokens, slots.sample[slot : slot + 1], np.array([slot])))
+            self._waiting.put_back([Job(live, tokens, slots.sample[slot : slot + 1], np.array([slot]))])
             self._counts["preempted"] += 1
 
     # Banks.
@@ -304,9 +272,9 @@ class Sampler:
             self._order = [(snapshot, np.array(members, np.int64)) for snapshot, members in groups.values()]
         return self._order
 
-    def _batch(self) -> _Batch:
+    def _batch(self) -> Batch:
         slots, budget = self._slots, self._prefill_tokens
-        jobs: dict[int, list[tuple[_Job, int]]] = {}
+        jobs: dict[int, list[tuple[Job, int]]] = {}
         for job in self._prefilling:
             take = min(budget, len(job.tokens) - job.kv.filled)
             if take:
@@ -314,7 +282,7 @@ class Sampler:
                 budget -= take
         parts = [(snapshot, members, jobs.pop(id(snapshot), [])) for snapshot, members in self._running()]
         parts += [(some[0][0].live.snapshot, np.zeros(0, np.int64), some) for some in jobs.values()]
-        batch, row = _Batch(), 0
+        batch, row = Batch(), 0
         for snapshot, members, runs in parts:
             start = row
             if len(members):
@@ -334,7 +302,7 @@ class Sampler:
             batch.groups.append((start, row, snapshot))
         return batch
 
-    def _run(self, batch: _Batch) -> int:
+    def _run(self, batch: Batch) -> int:
         if not batch.lengths:
             return 0
         device, slots = self.model.device, self._slots
@@ -355,7 +323,7 @@ class Sampler:
         self._counts["steps"] += 1
         self._counts["prefilled_tokens"] += total - len(decode)
 
-        started: list[tuple[_Job, np.ndarray]] = []
+        started: list[tuple[Job, np.ndarray]] = []
         pick_slots, pick_rows = [decode], [decode_rows]
         for job, start, stop in batch.jobs:
             if job.scores is not None:
@@ -376,7 +344,7 @@ class Sampler:
             self._prefixes.put(job.live.snapshot, job.tokens, job.kv)
         return total
 
-    def _start(self, job: _Job) -> np.ndarray:
+    def _start(self, job: Job) -> np.ndarray:
         """The slots of a job whose prompt is whole."""
         self._prefilling.remove(job)
         if job.slots is not None:
@@ -402,7 +370,7 @@ class Sampler:
             hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
         return self.model.logits(hidden, mine)
 
-    def _score(self, job: _Job, start: int, stop: int, hidden: torch.Tensor, groups: list[tuple[int, int, Any]]) -> None:
+    def _score(self, job: Job, start: int, stop: int, hidden: torch.Tensor, groups: list[tuple[int, int, Any]]) -> None:
         filled = job.kv.filled
         rows = job.scores.rows(filled, filled + stop - start)
         for first in range(0, len(rows), self._head_rows):
@@ -465,18 +433,10 @@ class Sampler:
         kv.filled = len(tokens)
         self._prefixes.put(snapshot, tokens, kv)
 
-    def _answer(self, live: _Live, sample: int, sequence: SampledSequence) -> None:
+    def _answer(self, live: Live, sample: int, sequence: SampledSequence) -> None:
         live.results[sample] = sequence
         live.remaining -= 1
         if live.remaining:
             return
-        del self._live[id(live)]
-        scores = {} if live.scores is None else live.scores.fields()
-        _settle(live.future.set_result, SampleOutput(live.results, prompt_cache_hit_tokens=live.hit_tokens, **scores))
-
-
-def _settle(setter: Callable[[Any], None], value: Any) -> None:
-    try:
-        setter(value)
-    except InvalidStateError:  # cancelled meanwhile
-        pass
+        del self._live[live.number]
+        live.answer()

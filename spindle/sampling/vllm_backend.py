@@ -10,7 +10,7 @@ import logging
 import shutil
 import tempfile
 from collections import deque
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from spindle.errors import EngineClosed, ServerError, SpindleError, UserError
+from spindle.sampling.jobs import settle
 from spindle.sampling.prompt_scores import MASK_LOGPROB
 from spindle.sampling.record import SampleRecords
 from spindle.sampling.request import Checked, SampleRequest, validate
@@ -108,7 +109,7 @@ class VllmSampler:
             self._counts["steps"] += 1
             for output in outputs:
                 if output.finished and (live := self._live.pop(output.request_id, None)) is not None:
-                    self._settle(live, "set_result", self._answer(live.checked, output))
+                    settle(live.future.set_result, self._answer(live.checked, output))
             return len(self._live)
         except Exception as error:  # whatever it was, those who wait must hear of it
             if not isinstance(error, SpindleError):
@@ -134,7 +135,7 @@ class VllmSampler:
         if self._live:
             self._engine.abort_request(list(self._live))
         for live in [*self._inbox, *self._live.values()]:
-            self._settle(live, "set_exception", error)
+            settle(live.future.set_exception, error)
         self._inbox.clear()
         self._live.clear()
 
@@ -201,12 +202,6 @@ class VllmSampler:
         self._counts["prefix_hit_tokens"] += hits
         self._counts["prompt_tokens"] += len(checked.prompt)
         return SampleOutput(sequences, prompt_cache_hit_tokens=hits, **_prompt_scores(checked, output.prompt_logprobs))
-
-    def _settle(self, live: _Live, how: str, value: Any) -> None:
-        try:
-            getattr(live.future, how)(value)
-        except InvalidStateError:  # cancelled meanwhile
-            pass
 
 
 def _top(rows: list[Any], k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -171,7 +171,7 @@ def test_more_samples_than_run_at_once_and_a_small_kv_budget_change_nothing(base
     cases = [request(p, 70, num_samples=5, temperature=1.0, seed=i) for i, p in enumerate(prompts(5, 320))]
     roomy = Sampler(base)
     expected = [tokens_of(o) for o in run(roomy, *cases)]
-    tight = Sampler(base, max_running=7, kv_bytes=400_000, prefix_bytes=0)
+    tight = Sampler(base, max_running=7, kv_bytes=250_000, prefix_bytes=0)
     assert [tokens_of(o) for o in run(tight, *cases)] == expected
     assert roomy.stats()["preempted"] == 0 and tight.stats()["preempted"] > 0
     many = run(Sampler(base, max_running=32), request(cases[0].prompt, 5, num_samples=150, temperature=1.0, seed=0))[0]
@@ -244,3 +244,17 @@ def test_one_pass_per_token_whatever_the_number_of_adapters(base):
     some = [request(p, 10, snapshot=random_snapshot(base, i)) for i, p in enumerate(prompts(6, 320))]
     run(sampler, *some)
     assert sampler.stats()["steps"] == 10
+
+
+def test_sessions_take_turns(base):
+    """A client with many requests holds up its own ones only."""
+    sampler = Sampler(base, max_running=2, prefix_bytes=0)
+    done = []
+    some = prompts(12, 320)
+    for i, prompt in enumerate(some[:10]):
+        sampler.submit(request(prompt, 6, session="many")).add_done_callback(lambda _, i=i: done.append(("many", i)))
+    for i, prompt in enumerate(some[10:]):
+        sampler.submit(request(prompt, 6, session="few")).add_done_callback(lambda _, i=i: done.append(("few", i)))
+    drain(sampler, [])
+    assert done.index(("few", 1)) <= 4
+    assert all(abs(i - at) <= 1 for at, i in enumerate(i for who, i in done if who == "many"))
