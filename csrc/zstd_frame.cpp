@@ -150,7 +150,9 @@ size_t Inflater::advance(size_t end) {
 }
 
 size_t Inflater::advance_within(size_t end) {
-    while (!finished() && (produced_ == 0 || produced_ + largest_block <= end)) step();
+    // A raw block comes out in pieces: the first of them may be a few bytes.
+    constexpr size_t least = 4096;
+    while (!finished() && (produced_ < least || produced_ + std::min(capacity_ - produced_, largest_block) <= end)) step();
     return produced_;
 }
 

@@ -1,16 +1,21 @@
-"""The command ``spindle``: serve, demo, doctor, bench. Heavy imports wait until a command needs them."""
+"""The command ``spindle``: serve, demo, doctor, bench, modal. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from spindle.modal.recipe import Recipe
 
 app = typer.Typer(
     name="spindle",
@@ -112,6 +117,7 @@ def demo(
     """Teach a small model sixty answers through the stock tinker SDK, against a server started for it."""
     from spindle import demo as demonstration
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server it started goes with it
     try:
         demonstration.run(model, output=output, epochs=epochs, rank=rank, learning_rate=learning_rate, devices=device)
     except demonstration.DemoFailed as error:
@@ -136,6 +142,69 @@ def bench(name: Annotated[str, typer.Argument(help="As in benches/test_NAME.py o
     if name not in known:
         fail(f"no bench named {name!r}; there are: {', '.join(known)}.")
     raise typer.Exit(subprocess.call([sys.executable, "-m", "pytest", str(benches / f"test_{name}.py"), "-q", "-s"], cwd=benches.parent))
+
+
+modal_app = typer.Typer(no_args_is_help=True, help="Spindle on Modal: write a recipe, see what it would place where, deploy it.")
+app.add_typer(modal_app, name="modal")
+
+
+def load_recipe(path: Path) -> Recipe:
+    from spindle.errors import UserError
+    from spindle.modal.recipe import Recipe
+
+    try:
+        return Recipe.load(path)
+    except UserError as error:
+        fail(str(error))
+
+
+@modal_app.command("init")
+def modal_init(path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("recipe.toml")) -> None:
+    """Write an example recipe."""
+    from spindle.modal.recipe import EXAMPLE
+
+    if path.exists():
+        fail(f"{path} exists; remove it first, or name another file.")
+    path.write_text(EXAMPLE)
+    Console(highlight=False).print(f"wrote {path}: edit it, then spindle modal check {path}", soft_wrap=True)
+
+
+@modal_app.command("check")
+def modal_check(path: Annotated[Path, typer.Argument(help="The recipe.")]) -> None:
+    """Check a recipe and print what would be placed where. Needs no account."""
+    from rich.table import Table
+
+    from spindle.modal.recipe import placement_of
+
+    recipe = load_recipe(path)
+    table = Table("function", "region", "requests enter in", "GPU", "containers", "memory")
+    placement = placement_of(recipe)
+    for name, options in placement.items():
+        region, routing = options.get("region"), options.get("routing_region")
+        gpu = options.get("gpu")
+        table.add_row(
+            name if name == "frontend" or recipe.trainer_count == 1 else f"{name} × {recipe.trainer_count}",
+            region if isinstance(region, str) else ", ".join(region) if region else "anywhere",
+            routing or "-",
+            " or ".join(gpu) if isinstance(gpu, list) else gpu or "-",
+            f"at most {options['max_containers']}" if "max_containers" in options else f"{options['min_containers']} or more",
+            f"{options['memory']} MB",
+        )
+    console = Console(highlight=False)
+    console.print(f"{recipe.name}: {recipe.model_name or recipe.base_model}", soft_wrap=True)
+    console.print(table)
+    console.print(f"volume {recipe.store_volume}, secrets {', '.join(recipe.auth_secrets)}", soft_wrap=True)
+    console.print("one hop from frontend to trainer" if recipe.frontend_separate else "no hop: the trainer serves HTTP itself")
+
+
+@modal_app.command("deploy")
+def modal_deploy(path: Annotated[Path, typer.Argument(help="The recipe.")]) -> None:
+    """Check a recipe, then deploy it with the Modal account of this machine."""
+    load_recipe(path)
+    if importlib.util.find_spec("modal") is None or importlib.util.find_spec("modal.app") is None:
+        fail('deploying needs the modal package: pip install "spindle-engine\\[modal]"')
+    environment = os.environ | {"SPINDLE_RECIPE": str(path.resolve())}
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "modal", "deploy", "-m", "spindle.modal_app"], env=environment))
 
 
 def main() -> None:
