@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from typing import Any
 
 import torch
 
@@ -18,12 +19,15 @@ logger = logging.getLogger("spindle")
 
 Job = MicroBatch | list[Item] | None  # a filled micro-batch, operations, or nothing to do but sampling
 
+OVERTAKE = 4  # micro-batches of others that may run before one that lies ready
+
 
 class DeviceLoop:
     """Owns the thread of device ``index``.
 
     sampling_share: the part of the time that sampling may take while training waits. prefetch: a second thread fills the next micro-batch
-    while this one is computed, so a GPU never waits for it; without it a request waits for one micro-batch at most, not two.
+    while this one is computed. What came meanwhile from a client that has no part in it may still overtake it, so that nobody waits for
+    more than the micro-batch that runs.
     cpu_threads: torch's threads on this device; 0 leaves them alone.
     """
 
@@ -46,8 +50,10 @@ class DeviceLoop:
         self.busy_s = 0.0
         self.sampling_s = 0.0
         self._cpu_threads = cpu_threads
-        self._filled: queue.SimpleQueue[Job | type[StopIteration]] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[Any] = queue.SimpleQueue()  # jobs, then StopIteration
         self._room = threading.Semaphore(1)  # one micro-batch may lie ready beside the one that runs
+        self._ready: MicroBatch | None = None  # taken from _filled and overtaken
+        self._overtaken = 0
         self._threads = [threading.Thread(target=self._run, name=f"spindle-device-{index}", daemon=True)]
         self._next = self._next_direct
         if prefetch:
@@ -101,15 +107,24 @@ class DeviceLoop:
         return self.executor.fill(work.blocks) if work.blocks else work.operations
 
     def _next_filled(self, wait: bool) -> Job:
-        try:
-            job = self._filled.get(block=wait)
-        except queue.Empty:
-            return None
+        job: Any = self._ready
+        if job is None:
+            try:
+                job = self._filled.get(block=wait)
+            except queue.Empty:
+                return None
         if job is StopIteration:
             raise StopIteration
+        if isinstance(job, MicroBatch):
+            if self._overtaken < OVERTAKE:
+                other = self.scheduler.other_work(self.index, {segment.tag.item.queue.client for segment in job.segments})
+                if other is not None:
+                    self._ready, self._overtaken = job, self._overtaken + 1
+                    return self.executor.fill(other.blocks) if other.blocks else other.operations
+            self._ready, self._overtaken = None, 0
         if job is not None:
             self._room.release()
-        return job  # type: ignore[return-value]
+        return job
 
     def _feed(self) -> None:
         while True:

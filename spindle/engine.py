@@ -90,7 +90,7 @@ class Engine:
     limits: bounds on what a request may hold (``codec.Limits``); vocabulary and context are taken from the model.
     scheduler: bounds, micro-batch token budget and client weights (``SchedulerConfig``).
     sampling_share: the part of a device's time that sampling may take while training waits, in (0, 1).
-    prefetch: fill the next micro-batch while one is computed; None: on CUDA only (there is nothing to gain where the CPU computes).
+    prefetch: fill the next micro-batch while one is computed.
     adapter_device_bytes, adapter_host_bytes: budgets past which idle adapters are paged out, to host memory, then disk (``AdapterPool``).
 
     Every method that changes an adapter is thread-safe and returns a ``spindle.Future``: block with ``.result()`` or ``await`` it.
@@ -106,7 +106,7 @@ class Engine:
         limits: codec.Limits | None = None,
         scheduler: SchedulerConfig | None = None,
         sampling_share: float = 0.5,
-        prefetch: bool | None = None,
+        prefetch: bool = True,
         adapter_device_bytes: int | None = None,
         adapter_host_bytes: int | None = None,
         sampler_options: Mapping[str, Any] | None = None,
@@ -138,9 +138,8 @@ class Engine:
             replica = self.model if index == 0 else self.model.replica(place)
             executor = Executor(DeviceWorker(replica), self.scheduler, self.pool, pinned=place.type == "cuda")
             sampler = Sampler(replica, self.tokenizer, records=self.records, **(sampler_options or {}))
-            ahead = place.type == "cuda" if prefetch is None else prefetch
             self._loops.append(
-                DeviceLoop(index, executor, self.scheduler, sampler, sampling_share=sampling_share, prefetch=ahead, cpu_threads=threads)
+                DeviceLoop(index, executor, self.scheduler, sampler, sampling_share=sampling_share, prefetch=prefetch, cpu_threads=threads)
             )
         self._io = IoLoop(self.scheduler, self.pool, self.model_name)
         for loop in self._loops:

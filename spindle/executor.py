@@ -79,6 +79,9 @@ class Training:
     request: codec.ScannedRequest
     config: dict[str, float | str]
     resident: Resident
+    lengths: np.ndarray  # [D] int64
+    widths: np.ndarray  # [D] int64, 0 for [N] targets, K for [N, K]
+    inputs: dict[str, float | None]  # what the loss reads of each datum, with what an absent one counts as (None: it is there)
     cell_starts: np.ndarray  # [D + 1] int64
     logprobs: np.ndarray  # [cells] float32
     metrics: dict[int, tuple[dict[str, float], int]] = field(default_factory=dict)
@@ -89,9 +92,15 @@ class Training:
 
     @classmethod
     def of(cls, request: codec.ScannedRequest, config: dict[str, float | str], resident: Resident) -> Training:
-        starts = np.zeros(request.num_datums + 1, dtype=np.int64)
-        np.cumsum(request.lengths * np.maximum(request.target_widths, 1), out=starts[1:])
-        return cls(request, config, resident, starts, np.empty(int(starts[-1]), dtype=np.float32))
+        lengths, widths = np.asarray(request.lengths), np.maximum(request.target_widths, 0)
+        starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths * np.maximum(widths, 1), out=starts[1:])
+        loss = losses.get(request.loss_fn, config)
+        known = set(request.input_names)
+        inputs = {
+            name: value for name, value in {**dict.fromkeys(loss.required), **loss.optional}.items() if value is not None or name in known
+        }
+        return cls(request, config, resident, lengths, widths, inputs, starts, np.empty(int(starts[-1]), dtype=np.float32))
 
     def take(self, index: int, datums: np.ndarray, logprobs: np.ndarray, metrics: dict[str, float], grad: torch.Tensor | None) -> None:
         """Put one block's result in its place; gradients are added in block order whatever order they come in."""
@@ -110,8 +119,7 @@ class Training:
 
     def result(self, seconds: dict[str, float]) -> ForwardBackwardResult:
         metrics = combine_metrics([self.metrics[index] for index in sorted(self.metrics)])
-        widths = np.maximum(np.asarray(self.request.target_widths), 0)
-        return ForwardBackwardResult(self.logprobs, np.asarray(self.request.lengths), widths, metrics, seconds)
+        return ForwardBackwardResult(self.logprobs, self.lengths, self.widths, metrics, seconds)
 
 
 class Executor:
@@ -142,45 +150,38 @@ class Executor:
 
     def _fill(self, blocks: Sequence[Block]) -> MicroBatch:
         """Those of one adapter lie side by side. This is the only copy from request to device."""
-        order: dict[int, list[Block]] = {}
         self.pool.acquire(*(block.item.payload.resident for block in blocks))
+        order: dict[int, list[Block]] = {}
         for block in blocks:
             order.setdefault(id(block.item.payload.resident), []).append(block)
         blocks = [block for group in order.values() for block in group]
-        lengths = [block.item.payload.request.lengths[block.datums] for block in blocks]
-        widths = [np.maximum(block.item.payload.request.target_widths[block.datums], 0) for block in blocks]
-        cells = [int((n * np.maximum(k, 1)).sum()) for n, k in zip(lengths, widths, strict=True)]
-        tokens = self._empty(sum(block.tokens for block in blocks), torch.int64)
+        lengths = np.concatenate([block.item.payload.lengths[block.datums] for block in blocks])
+        widths = np.concatenate([block.item.payload.widths[block.datums] for block in blocks])
+        cell_ends = np.cumsum(lengths * np.maximum(widths, 1)).tolist()
+        tokens = self._empty(int(lengths.sum()), torch.int64)
         positions = self._empty(len(tokens), torch.int64)
-        targets = self._empty(sum(cells), torch.int64)
-        batch = MicroBatch(tokens, positions, targets, np.concatenate(lengths), np.concatenate(widths), [])
+        targets = self._empty(cell_ends[-1], torch.int64)
+        batch = MicroBatch(tokens, positions, targets, lengths, widths, [])
         row = cell = seq = 0
-        for block, count in zip(blocks, cells, strict=True):
+        for block in blocks:
             training: Training = block.item.payload
-            request = training.request
-            rows, here = slice(row, row + block.tokens), slice(cell, cell + count)
-            loss = losses.get(request.loss_fn, training.config)
-            defaults = dict.fromkeys(loss.required) | dict(loss.optional)
-            names = set(request.input_names)
-            inputs = {
-                name: (self._empty(count, torch.float32), default)
-                for name, default in defaults.items()
-                if default is not None or name in names
-            }
-            codec.fill(request, block.datums, tokens[rows], positions[rows], targets[here], inputs)
+            seqs = slice(seq, seq + len(block.datums))
+            rows, cells = slice(row, row + block.tokens), slice(cell, cell_ends[seqs.stop - 1])
+            inputs = {name: (self._empty(cells.stop - cell, torch.float32), default) for name, default in training.inputs.items()}
+            codec.fill(training.request, block.datums, tokens[rows], positions[rows], targets[cells], inputs)
             segment = Segment(
                 adapter=training.resident.adapter,
-                loss_fn=request.loss_fn,
+                loss_fn=training.request.loss_fn,
                 config=training.config,
-                backward=not request.forward_only,
-                seqs=slice(seq, seq + len(block.datums)),
+                backward=not training.request.forward_only,
+                seqs=seqs,
                 rows=rows,
-                cells=here,
+                cells=cells,
                 inputs={name: tensor for name, (tensor, _) in inputs.items()} | self._supplied_inputs(training, block),
                 tag=block,
             )
             batch.segments.append(segment)
-            row, cell, seq = rows.stop, here.stop, segment.seqs.stop
+            row, cell, seq = rows.stop, cells.stop, seqs.stop
         return batch
 
     def _supplied_inputs(self, training: Training, block: Block) -> dict[str, torch.Tensor]:

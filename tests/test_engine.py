@@ -447,3 +447,27 @@ def test_stats_count_what_was_done(engine):
     assert stats["queue"]["clients"]["me"]["waits"] == 2
     assert stats["queue"]["queued_bytes"] == 0
     assert stats["adapters"] == {"device": 1, "host": 0, "disk": 0}
+
+
+def test_a_prefetched_micro_batch_is_overtaken_by_another_client(model, monkeypatch):
+    """While one micro-batch runs and the next lies ready, a newcomer's request runs before the one that lies ready."""
+    with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:
+        flood = engine.create_adapter(rank=4, seed=1, client="flood")
+        small = engine.create_adapter(rank=4, seed=1, client="small")
+        worker = engine._loops[0].executor.worker
+        run, ran, go = worker.run, [], threading.Semaphore(0)
+
+        def slow(batch):
+            ran.append(batch.segments[0].tag.item.model_id)
+            assert go.acquire(timeout=10)
+            return run(batch)
+
+        monkeypatch.setattr(worker, "run", slow)
+        long = flood.forward([datum(16, seed=i) for i in range(6)])
+        while not ran:
+            time.sleep(0.01)
+        time.sleep(0.2)  # the second block is filled by now
+        quick = small.forward([datum(4)])
+        go.release(10)
+        quick.result(60), long.result(60)
+        assert ran.index(small.model_id) == 1, ran

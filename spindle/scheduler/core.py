@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from spindle.errors import EngineClosed, NotFound, Overloaded, SpindleError
@@ -190,6 +191,11 @@ class Scheduler:
                 waits = [t for t in (deadline, self._gaps[0][0] if self._gaps and device == 0 else None) if t is not None]
                 self._work_ready[device].wait(max(0.0, min(waits) - now) if waits else None)
 
+    def other_work(self, device: int, but: Set[str]) -> Work | None:
+        """What ``device`` could do for clients other than ``but``, operations first; does not wait."""
+        with self._lock:
+            return self._take(device, but)
+
     def wake(self, device: int) -> None:
         """Make ``next_work`` of that device return even without work."""
         with self._lock:
@@ -211,14 +217,14 @@ class Scheduler:
                     return None
                 self._io_ready.wait()
 
-    def _take(self, device: int) -> Work | None:
+    def _take(self, device: int, but: Set[str] = frozenset()) -> Work | None:
         operations = self._operations[device]
         if operations:
             ready = [item for item in operations if self._start(item)]
             operations.clear()
             if ready:
                 return Work(operations=ready)
-        blocks = self._rings.take(device, self.config.token_budget, self._may_run, self._hand_out)
+        blocks = self._rings.take(device, self.config.token_budget, self._may_run, self._hand_out, but)
         return Work(blocks=blocks) if blocks else None
 
     def _start(self, operation: Item) -> bool:

@@ -8,7 +8,7 @@ clients nor the depth of their queues.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from spindle.scheduler.items import Block
 from spindle.scheduler.queues import AdapterQueue
@@ -56,14 +56,21 @@ class Rings:
         budget_tokens: int,
         may_run: Callable[[AdapterQueue, int], bool],
         hand_out: Callable[[AdapterQueue], Block | None],
+        but: Set[str] = frozenset(),
     ) -> list[Block]:
-        """Blocks of one micro-batch for ``device``: at most ``budget_tokens`` together, or one longer block alone."""
+        """Blocks of one micro-batch for ``device``: at most ``budget_tokens`` together, or one longer block alone.
+
+        but: names of clients that are passed over this time.
+        """
         ring, bit = self.rings[device], 1 << device
         taken: list[Block] = []
         passed: list[Client] = []
         room = budget_tokens
         while ring and room > 0 and len(passed) < LOOK_AHEAD:
             client = ring[0]
+            if client.name in but:
+                passed.append(ring.popleft())
+                continue
             if client.account <= 0:
                 client.account += self.quantum_tokens * client.weight
                 if client.account <= 0:
