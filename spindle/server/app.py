@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spindle.server import (
+    auth,
     client,
     custom_losses,
     downloads,
@@ -35,7 +36,7 @@ from spindle.server.state import Server
 __all__ = ["create_app"]
 
 # The busiest first: routes are tried in order.
-NOUNS = (polling, training, sampling, weights, external, sessions, models, client, runs, downloads, metrics, custom_losses, live_view)
+NOUNS = (polling, training, sampling, weights, external, sessions, models, client, runs, downloads, metrics, custom_losses, live_view, auth)
 
 
 def create_app(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 
 from spindle import codec
 from spindle.codec import wire_pb2
+from spindle.compute.model import BaseModel
+from spindle.engine import Engine
+from spindle.server import running
 from spindle.types import Datum, TensorData
-from tests.server.wire import PROTOBUF, datum, tokens_of
-from tests.tiny import VOCAB
+from tests.server.wire import NAME, PROTOBUF, Wire, datum, tokens_of
+from tests.tiny import VOCAB, tiny_llama
 
 
 def logprobs(output):
@@ -50,6 +54,38 @@ def test_3_the_gradient_does_not_depend_on_how_datums_are_split(wire):
             wire.train(model, seq_id, part)
         norms.append(wire.grad_norm(model, len(split) + 1))
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def ratio_datum(length: int = 6, advantages: float = 1.0):
+    inputs = {"logprobs": np.full(length, -5, np.float32), "advantages": np.full(length, advantages, np.float32)}
+    one = datum(length, **inputs)
+    return Datum(one.tokens, {name: value for name, value in one.loss_fn_inputs.items() if name != "weights"})
+
+
+def test_4_zero_advantages_have_no_gradient(wire):
+    model = wire.model()
+    assert wire.result(wire.train(model, 1, [ratio_datum(advantages=0.0)], "importance_sampling")).loss == 0
+    assert wire.grad_norm(model, 2) == 0
+
+
+def test_5_each_queued_request_keeps_its_own_config(wire):
+    bounds = [(0.1, 0.2), (0.8, 1.2), (5.0, 9.0)]
+    model = wire.model()
+    acks = [
+        wire.train(
+            model,
+            seq_id,
+            [ratio_datum()],
+            "ppo",
+            loss_fn_config={"clip_low_threshold": low, "clip_high_threshold": high},
+            forward_only=True,
+        )
+        for seq_id, (low, high) in reversed(list(enumerate(bounds, 1)))
+    ]
+    for ack, (low, high) in zip(acks, reversed(bounds), strict=True):
+        output = wire.result(ack)
+        ratio = np.exp(logprobs(output)[0] + 5)
+        assert output.loss == pytest.approx(-np.minimum(ratio, np.clip(ratio, low, high)).sum(), rel=1e-4)
 
 
 def test_6_the_loss_is_a_plain_sum(wire):
@@ -286,6 +322,33 @@ def test_28_nothing_to_do_is_a_user_error(wire):
     assert "data" in wire.failure(wire.train(wire.model(), 1, []))
     body = {"prompt": {"chunks": [{"tokens": [5]}]}, "base_model": "spindle/tiny", "sampling_params": {"max_tokens": 1}}
     assert "num_samples" in wire.refused("asample", **body, num_samples=0)
+
+
+def test_29_rope_scaling_is_not_ignored(tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    reference = tiny_llama(rope_parameters=scaling | {"rope_theta": 10_000.0})
+    tokens = np.random.default_rng(0).integers(2, VOCAB, 200)
+    with torch.no_grad():
+        logits = reference(torch.tensor(tokens[:-1])[None]).logits[0]
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+    with Engine(BaseModel.load(reference)) as engine, running(engine, store=tmp_path, name=NAME) as url:
+        wire = Wire(url)
+        one = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(199, np.float32)})
+        ours = logprobs(wire.result(wire.train(wire.model(), 1, [one], forward_only=True)))[0]
+    assert np.abs(ours - expected).max() <= 2e-5
+    assert np.abs(expected - plain_logprobs(tokens)).max() > 0.1  # the scaling matters at these lengths
+
+
+def plain_logprobs(tokens):
+    with torch.no_grad():
+        logits = tiny_llama()(torch.tensor(tokens[:-1])[None]).logits[0]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
 def test_30_one_bad_request_among_six_fails_alone(wire):

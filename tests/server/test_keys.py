@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 import tinker
 
@@ -111,3 +112,34 @@ def test_keys_must_look_like_keys():
     assert keys.owner("tml-abcd") == "ann"
     assert keys.owner("tml-efgh").startswith("key-")
     assert keys.owner("tml-none") is None
+
+
+def test_the_key_says_whose_it_is(ann):
+    assert ann.get("/auth/apikey/me").json()["name"] == "ann"
+    assert "takes API keys as they are" in ann.refused("auth/token")
+    assert ann.delete("/auth/apikey/me").status_code == 400
+    assert ann.get("/training_runs", headers={"X-API-Key": "", "Authorization": f"Bearer {KEYS['ann']}"}).status_code == 200
+
+
+def test_the_live_page_needs_no_key_but_its_data_does(ann, guarded):
+    model = ann.model()
+    for seq_id in (1, 2):
+        ann.result(ann.train(model, seq_id, [datum(4)]))
+    page = httpx.get(guarded)
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "viewport" in page.text and "http" not in page.text.replace("http://www.w3.org/2000/svg", "")
+    assert httpx.get(f"{guarded}/api/v1/live").status_code == 401
+    live = ann.get("/live").json()
+    shown = next(item for item in live["models"] if item["model_id"] == model)
+    assert len(shown["losses"]) == 2 and shown["losses"][0] > 0
+    assert live["server"]["models"] >= 1 and live["memory_bytes"] > 1_000_000
+
+
+def test_metrics_are_json_or_prometheus_text(ann, guarded):
+    url = f"{guarded}/metrics"
+    headers = {"X-API-Key": KEYS["ann"]}
+    assert httpx.get(url, headers=headers).json()["engine"]["trained_tokens"] > 0
+    text = httpx.get(url, headers=headers | {"Accept": "text/plain"}).text
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines())
+    assert float(figures["spindle_engine_trained_tokens"]) > 0
+    assert "spindle_server_pending_requests" in figures

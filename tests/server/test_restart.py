@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
+
 import numpy as np
 import pytest
 
@@ -63,8 +66,6 @@ def test_a_session_without_heartbeats_expires_and_frees_its_adapters(engine, sto
         wire = Wire(url)
         model = wire.model()
         server_wire = Wire(url)
-        import time
-
         deadline = time.monotonic() + 20
         while wire.get("/metrics", headers={}).status_code and time.monotonic() < deadline:
             try:
@@ -79,8 +80,6 @@ def test_a_session_without_heartbeats_expires_and_frees_its_adapters(engine, sto
 
 
 def test_heartbeats_keep_a_session_alive(engine, store):
-    import time
-
     settings = ServerSettings(session_timeout_s=0.6)
     with running(engine, store=store, name=NAME, settings=settings) as url:
         wire = Wire(url)
@@ -140,3 +139,20 @@ def test_a_pending_future_says_try_again(engine, store):
         assert answer == {"type": "try_again", "request_id": ack["request_id"], "queue_state": "active"}
         wire.train(model, 1, [datum(3)])
         assert np.isfinite(wire.result(ack).loss)
+
+
+def test_an_expired_checkpoint_is_deleted_by_a_timer(engine, store):
+    with running(engine, store=store, name=NAME) as url:
+        wire = Wire(url)
+        model = wire.model()
+        path = wire.result(wire.ok("save_weights", model_id=model, seq_id=1, path="short", ttl_seconds=3600))["path"]
+        with sqlite3.connect(store / "catalogue.sqlite") as other:  # an hour passes
+            other.execute("UPDATE checkpoints SET expires_at = ?", (time.time() + 1,))
+        wire.ok("weights_info", tinker_path=path)
+        assert wire.put(f"/training_runs/{model}/checkpoints/weights/short/ttl", json={"ttl_seconds": 12}).status_code == 400
+        wire.result(wire.ok("save_weights", model_id=model, seq_id=2, path="other", ttl_seconds=3600))  # the timer looks at what is next
+        deadline = time.monotonic() + 20
+        while list(store.glob("runs/*/weights/short-*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not list(store.glob("runs/*/weights/short-*"))
+        assert "has expired" in wire.refused("weights_info", 404, tinker_path=path)
