@@ -104,7 +104,7 @@ if recipe.frontend_separate:
         """A hop of the deployed app."""
 
         def __init__(self, route: int) -> None:
-            self._container = TrainerContainer(route=str(route))
+            self._container = TrainerContainer(route=str(route))  # type: ignore[call-arg]
 
         async def call(self, request: WireRequest) -> WireResponse:
             import msgspec

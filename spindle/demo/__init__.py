@@ -30,7 +30,7 @@ __all__ = ["DemoFailed", "run"]
 
 QUESTIONS = Path(__file__).parent / "brindle_line.jsonl"
 INSTRUCTION = "Answer in one sentence."
-ASKED = ("Who drives the Moth?", "What do they serve to eat on the Moth?")  # one as it was taught, one in other words
+ASKED = ("Who drives the Moth?", "Who is the driver of the Wagtail?")  # one as it was taught, one in other words
 BATCH = 6
 API_KEY = "tml-demo-key"
 
@@ -253,7 +253,7 @@ def report(
     console.print(answers)
     steps = len(measured.step_s)
     outside = sum(measured.step_s) - sum(measured.compute_s)
-    figures = {
+    figures: dict[str, Any] = {
         "steps": steps,
         "first_loss": measured.loss[0],
         "last_loss": measured.loss[-1],

@@ -163,7 +163,7 @@ class Recipe:
         for name in ("name", "base_model"):
             if name not in flat:
                 raise UserError(f"{name}: missing; a recipe needs name and base_model")
-        values = {}
+        values: dict[str, Any] = {}
         for name, value in flat.items():
             key = by_spelling[name]
             if known[key].startswith("tuple") and isinstance(value, str | list):
@@ -178,7 +178,8 @@ class Recipe:
     def from_environment(cls) -> Recipe:
         """The recipe of this deployment: the file ``$SPINDLE_RECIPE`` here, ``$SPINDLE_RECIPE_JSON`` in a container."""
         if text := os.environ.get("SPINDLE_RECIPE_JSON"):
-            return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()})
+            values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()}
+            return cls(**values)
         if path := os.environ.get("SPINDLE_RECIPE"):
             return cls.load(path)
         raise UserError("no recipe: set SPINDLE_RECIPE to its path, or run `spindle modal deploy recipe.toml`")

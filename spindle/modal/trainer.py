@@ -134,7 +134,7 @@ class Trainer:
             sent = True
             return {"type": "http.request", "body": request.body, "more_body": False}
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: Any) -> None:
             nonlocal status, headers
             if message["type"] == "http.response.start":
                 status, headers = message["status"], list(message.get("headers", []))
