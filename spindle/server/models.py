@@ -147,7 +147,7 @@ async def _make(
 def optimizer_type(config: dict[str, Any] | None) -> str:
     """ "adamw" or "dimuon". Raises InvalidRequest saying what there is."""
     config = config or ADAMW
-    kind = config.get("type")
+    kind: Any = config.get("type")
     known: dict[Any, set[str]] = {"adamw": {"type"}, "dimuon": {"type", "version"}}
     if kind not in known:
         raise InvalidRequest(f"optimizer_config.type is {str(kind)[:100]!r}, allowed: adamw, dimuon")

@@ -57,7 +57,7 @@ class Saving:
         self.path = TinkerPath(model.model_id, self.kind, check_name(request.path))
         self.files = self.server.catalogue.new_checkpoint_directory(self.path)
         metadata = {"path": str(self.path), "optimizer_config": model.optimizer}
-        return SaveState(self.files, self.with_optimizer, metadata)
+        return SaveState(self.files, with_optimizer=self.with_optimizer, metadata=metadata)
 
     def answer(self, model: LiveModel, request: Any, _: Any) -> Answer:
         """In a thread: the row is on disk before the client hears of the checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import multiprocessing
 import pickle
 import tarfile
@@ -248,3 +249,13 @@ def test_the_tinker_command_line(run_tinker, training, tmp_path):
     assert list(tmp_path.rglob("adapter_model.safetensors"))
     run_tinker("checkpoint", "delete", path, "--yes")
     assert path not in run_tinker(*first, "checkpoint", "list", "--run-id", run)
+
+
+def test_external_weights_can_be_encrypted(rest, training):
+    pyrage = pytest.importorskip("pyrage")
+    identity = pyrage.x25519.Identity.generate()
+    path = training.save_weights_external("sealed", age_encryption_recipients=[str(identity.to_public())]).result().path
+    links = rest.get_external_weights_urls(path).result()
+    assert set(links.urls) == {"adapter_config.json.age", "adapter_model.safetensors.age", "spindle.json.age"}
+    config = pyrage.decrypt(httpx.get(links.urls["adapter_config.json.age"]).content, [identity])
+    assert json.loads(config)["r"] == 4

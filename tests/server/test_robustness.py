@@ -227,7 +227,7 @@ def test_heartbeats_are_quick_beside_many_parked_polls(engine, tmp_path):
         body = json.dumps({"request_id": ack["request_id"]}).encode()
         request = head(len(body), "/api/v1/retrieve_future", "application/json") + body
         parked = []
-        for _ in range(800):
+        for _ in range(2000):
             connection = connect(url)
             connection.sendall(request)
             parked.append(connection)
@@ -236,7 +236,7 @@ def test_heartbeats_are_quick_beside_many_parked_polls(engine, tmp_path):
             started = time.perf_counter()
             wire.ok("session_heartbeat", session_id=wire.session_id)
             times.append(time.perf_counter() - started)
-        assert np.quantile(times, 0.95) < 0.05
+        assert np.quantile(times, 0.95) < 0.02
         wire.train(model, 1, [datum(3)])
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda one: answer(one, 30), parked))
