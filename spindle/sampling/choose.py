@@ -12,25 +12,26 @@ _CACHE_FLOATS = 1 << 18  # on a CPU, rows are handled in blocks that stay in its
 
 def choose(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, key: torch.Tensor, topk: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pick one token per row.
 
     logits: [n, V] float32 (overwritten). temperature: [n] float32, 0 = greedy. top_k: [n] int64, <= 0 = off. top_p: [n] float64, 1 = off.
     key: [n] int64, the row's noise. top_p counts what top_k left. topk: how many of the likeliest tokens to return, too.
-    Returns (tokens [n] int64, logprobs [n] float32, ids [n, topk] int64, their logprobs [n, topk] float32; None without topk). Logprobs are
-    at the row's temperature (greedy: 1), before top_k and top_p.
+    Returns (tokens [n] int64, logprobs [n] float32, ids [n, topk] int64, their logprobs [n, topk] float32). Logprobs are at the row's
+    temperature (greedy: 1), before top_k and top_p.
 
     A token is the argmax of logprob + Gumbel noise, which follows the softmax exactly. Unlike the inverse of a cumulative sum, where
     rounding of any logit may move every border, it changes only when two tokens tie to the last bits.
     """
     rows = len(logits) if logits.is_cuda else max(1, _CACHE_FLOATS // logits.shape[1])
-    parts = [
-        _choose(*(x[first : first + rows] for x in (logits, temperature, top_k, top_p, key)), topk) for first in range(0, len(logits), rows)
-    ]
-    return tuple(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
+    columns = (logits, temperature, top_k, top_p, key)
+    parts = [_choose([x[first : first + rows] for x in columns], topk) for first in range(0, len(logits), rows)]
+    tokens, logprobs, ids, values = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs), torch.cat(ids), torch.cat(values)
 
 
-def _choose(logits, temperature, top_k, top_p, key, topk):
+def _choose(columns: list[torch.Tensor], topk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits, temperature, top_k, top_p, key = columns
     greedy = temperature == 0
     drawn = not bool(greedy.all())
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
@@ -51,8 +52,8 @@ def _choose(logits, temperature, top_k, top_p, key, topk):
         values, ids = _candidates(logprobs[index], top_k[index], top_p[index])
         best = gumbel(key[index], ids).add_(values).argmax(-1, keepdim=True)
         tokens[index] = ids.gather(1, best)[:, 0]
-    values, ids = logprobs.topk(topk, -1) if topk else (None, None)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0], ids, values
+    top_values, top_ids = logprobs.topk(topk, -1)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0], top_ids, top_values
 
 
 def _candidates(logprobs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,9 +23,9 @@ class Live:
     number: int
     checked: Checked
     future: Future
-    scores: PromptScores | None
-    results: list[SampledSequence | None]
+    results: list[SampledSequence | None]  # by sample number
     remaining: int
+    scores: PromptScores | None = None  # made when the prompt's prefill begins
     hit_tokens: int = 0
 
     @property
@@ -34,7 +34,8 @@ class Live:
 
     def answer(self) -> None:
         scores = {} if self.scores is None else self.scores.fields()
-        settle(self.future.set_result, SampleOutput(self.results, prompt_cache_hit_tokens=self.hit_tokens, **scores))
+        sequences = [sequence for sequence in self.results if sequence is not None]
+        settle(self.future.set_result, SampleOutput(sequences, prompt_cache_hit_tokens=self.hit_tokens, **scores))
 
     def fail(self, error: Exception) -> None:
         settle(self.future.set_exception, error)
@@ -48,8 +49,8 @@ class Job:
     tokens: np.ndarray  # [n] int64
     samples: np.ndarray
     slots: np.ndarray | None = None
-    scores: PromptScores | None = None
-    kv: PromptKV | None = None
+    scored: bool = False  # what is asked of the prompt is answered on the way
+    kv: PromptKV = field(default_factory=lambda: PromptKV(0))  # its place is made when it is admitted
 
 
 @dataclass(slots=True)

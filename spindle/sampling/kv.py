@@ -31,9 +31,9 @@ class PromptKV:
     def __init__(self, length: int, source: PromptKV | None = None, shared: int = 0) -> None:
         """source: take its first ``shared`` tokens over (copied)."""
         self.length, self.filled = length, shared
-        self.keys: list[torch.Tensor | None] = []
-        self.values: list[torch.Tensor | None] = []
-        if shared:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        if source is not None and shared:
             for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
                 for tensor in theirs:
                     new = tensor.new_empty(tensor.shape[0], length, tensor.shape[2])

@@ -16,7 +16,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def keys(seed: np.ndarray, sample: np.ndarray, index: np.ndarray) -> np.ndarray:
+def keys(seed: np.ndarray | np.uint64, sample: np.ndarray, index: np.ndarray) -> np.ndarray:
     """64 random bits for every (seed uint64, sample, index): uint64 of their broadcast shape."""
     with np.errstate(over="ignore"):
         x = _mix(np.asarray(seed, np.uint64) + _GOLDEN)
@@ -24,7 +24,7 @@ def keys(seed: np.ndarray, sample: np.ndarray, index: np.ndarray) -> np.ndarray:
         return _mix(x ^ (np.asarray(index).astype(np.uint64) * _GOLDEN + _SILVER))
 
 
-def uniform(seed: np.ndarray, sample: np.ndarray, index: np.ndarray) -> np.ndarray:
+def uniform(seed: np.ndarray | np.uint64, sample: np.ndarray, index: np.ndarray) -> np.ndarray:
     """One draw from [0, 1) for every (seed, sample, index): float64 of their broadcast shape."""
     return (keys(seed, sample, index) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -23,21 +23,17 @@ _ALT_SAMPLE = 1 << 32  # noise of prompt alternatives never meets that of sample
 class PromptScores:
     def __init__(self, checked: Checked) -> None:
         request, n = checked.request, len(checked.prompt)
-        self._checked = checked
         k, alt = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
-        self.logprobs = np.full(n, np.nan, np.float32) if request.prompt_logprobs else None
-        self.topk_ids = np.zeros((n, k), np.int32) if k else None
-        self.topk_logprobs = np.full((n, k), MASK_LOGPROB, np.float32) if k else None
-        self.alt_ids = np.zeros((n - 1, alt), np.int64) if alt else None
-        self.alt_logprobs = np.zeros((n - 1, alt), np.float32) if alt else None
-        self._targets = None
+        self._checked, self._k, self._alt = checked, k, alt
+        self.logprobs = np.full(n, np.nan, np.float32)
+        self.topk_ids, self.topk_logprobs = np.zeros((n, k), np.int32), np.full((n, k), MASK_LOGPROB, np.float32)
+        self.alt_ids, self.alt_logprobs = np.zeros((n - 1, alt), np.int64), np.zeros((n - 1, alt), np.float32)
+        asked = request.target_prompt_logprobs
+        self.targets = np.zeros(0 if asked is None else np.asarray(asked.data).size, np.float32)  # flat
+        self._first = n - 1 - checked.last_n if request.prompt_logprobs or k else n - 1  # first row that scores the prompt's own tokens
         self._wanted = np.zeros(n, bool)  # rows that something is asked of
-        if self.logprobs is not None or k:
-            self._wanted[n - 1 - checked.last_n : n - 1] = True
-        if alt:
-            self._wanted[: n - 1] = True
+        self._wanted[0 if alt else self._first : n - 1] = True
         if checked.targets is not None:
-            self._targets = np.zeros(np.asarray(request.target_prompt_logprobs.data).size, np.float32)
             self._wanted[checked.targets[0]] = True
 
     def rows(self, start: int, stop: int) -> np.ndarray:
@@ -48,26 +44,24 @@ class PromptScores:
         """rows: [m] of ``rows``. logits: [m, V] float32."""
         checked, device = self._checked, logits.device
         logprobs = torch.log_softmax(logits, -1)
-        scored = torch.from_numpy(np.flatnonzero(rows >= len(checked.prompt) - 1 - checked.last_n)).to(device)
-        if self.logprobs is not None or self.topk_ids is not None:
-            mine = logprobs if len(scored) == len(rows) else logprobs[scored]
-            at = rows[rows >= len(checked.prompt) - 1 - checked.last_n] + 1
-            if self.logprobs is not None:
-                following = torch.from_numpy(checked.prompt[at]).to(device)
-                self.logprobs[at] = mine.gather(1, following[:, None])[:, 0].cpu().numpy()
-            if self.topk_ids is not None:
-                values, ids = mine.topk(self.topk_ids.shape[1], -1)
+        if rows[-1] >= self._first:
+            skip = int(np.searchsorted(rows, self._first))
+            mine, at = logprobs[skip:], rows[skip:] + 1
+            following = torch.from_numpy(checked.prompt[at]).to(device)
+            self.logprobs[at] = mine.gather(1, following[:, None])[:, 0].cpu().numpy()
+            if self._k:
+                values, ids = mine.topk(self._k, -1)
                 self.topk_ids[at], self.topk_logprobs[at] = ids.cpu().numpy(), values.cpu().numpy()
-        if self._targets is not None:
-            target_rows, ids, where = checked.targets
+        if checked.targets is not None:
+            target_rows, asked, where = checked.targets
             first, last = np.searchsorted(target_rows, (rows[0], rows[-1] + 1))
             line = torch.from_numpy(np.searchsorted(rows, target_rows[first:last])).to(device)
-            self._targets[where[first:last]] = logprobs[line, torch.from_numpy(ids[first:last]).to(device)].cpu().numpy()
-        if self.alt_ids is not None:
+            self.targets[where[first:last]] = logprobs[line, torch.from_numpy(asked[first:last]).to(device)].cpu().numpy()
+        if self._alt:
             self._draw(rows, logits, logprobs)
 
     def _draw(self, rows: np.ndarray, logits: torch.Tensor, logprobs: torch.Tensor) -> None:
-        checked, k = self._checked, self.alt_ids.shape[1]
+        checked, k = self._checked, self._alt
         if checked.temperature == 0:
             ids = logits.argmax(-1, keepdim=True).expand(-1, k)
         else:
@@ -77,18 +71,17 @@ class PromptScores:
         self.alt_logprobs[rows] = logprobs.gather(1, ids).cpu().numpy()
 
     def fields(self) -> dict[str, Any]:
-        """The finished answer as fields of SampleOutput."""
-        targets = None
-        if self._targets is not None:
-            asked = self._checked.request.target_prompt_logprobs
+        """The finished answer as fields of SampleOutput, those that were asked for."""
+        request = self._checked.request
+        fields: dict[str, Any] = {}
+        if request.prompt_logprobs:
+            fields["prompt_logprobs"] = self.logprobs
+        if self._k:
+            fields |= {"topk_prompt_token_ids": self.topk_ids, "topk_prompt_logprobs": self.topk_logprobs}
+        if self._alt:
+            fields |= {"prompt_alt_token_ids": self.alt_ids, "prompt_alt_logprobs": self.alt_logprobs}
+        if (asked := request.target_prompt_logprobs) is not None:
             shape = tuple(np.shape(asked.data) if asked.shape is None else asked.shape)
-            dense = asked.crow_indices is None
-            targets = TensorData(self._targets.reshape(shape) if dense else self._targets, shape, asked.crow_indices, asked.col_indices)
-        return {
-            "prompt_logprobs": self.logprobs,
-            "topk_prompt_token_ids": self.topk_ids,
-            "topk_prompt_logprobs": self.topk_logprobs,
-            "target_prompt_logprobs": targets,
-            "prompt_alt_token_ids": self.alt_ids,
-            "prompt_alt_logprobs": self.alt_logprobs,
-        }
+            values = self.targets.reshape(shape) if asked.crow_indices is None else self.targets
+            fields["target_prompt_logprobs"] = TensorData(values, shape, asked.crow_indices, asked.col_indices)
+        return fields

@@ -61,6 +61,11 @@ class Checked:
     targets: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # (rows [m], ids [m], where [m]), rows ascending
     last_n: int
 
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether anything is wanted of the prompt's own tokens."""
+        return self.first_scored < len(self.prompt) or self.request.target_prompt_logprobs is not None
+
 
 def validate(request: SampleRequest, model: Any, has_tokenizer: bool = True) -> Checked:
     """Check every field against the model (``vocab_size``, ``max_context``, ``eos_token_ids``).
@@ -111,7 +116,7 @@ def validate(request: SampleRequest, model: Any, has_tokenizer: bool = True) -> 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> int:
     allowed = f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low or (high is not None and value > high):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < low or (high is not None and int(value) > high):
         raise UserError(f"{name} is {value!r}; allowed: {allowed}")
     return int(value)
 

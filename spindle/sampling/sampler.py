@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,11 +85,10 @@ class Sampler:
         if self._closed:
             raise EngineClosed("the sampler is closed")
         checked = validate(request, self.model, self.tokenizer is not None)
-        scores = PromptScores(checked) if checked.first_scored < len(checked.prompt) or request.target_prompt_logprobs is not None else None
         future, number = Future() if future is None else future, next(self._numbers)
         cancelled = self._cancelled
         future.add_done_callback(lambda done: cancelled.append(number) if done.cancelled() else None)
-        self._inbox.append(Live(number, checked, future, scores, [None] * request.num_samples, request.num_samples))
+        self._inbox.append(Live(number, checked, future, [None] * request.num_samples, request.num_samples))
         return future
 
     def has_work(self) -> bool:
@@ -156,8 +156,8 @@ class Sampler:
             self._live[live.number] = live
             samples = np.arange(live.remaining)
             for first in range(0, live.remaining, _SAMPLES_PER_JOB):
-                scores = live.scores if first == 0 else None
-                self._waiting.add(Job(live, live.checked.prompt, samples[first : first + _SAMPLES_PER_JOB], None, scores))
+                scored = first == 0 and live.checked.asks_of_prompt
+                self._waiting.add(Job(live, live.checked.prompt, samples[first : first + _SAMPLES_PER_JOB], scored=scored))
         cancelled = set()
         while self._cancelled:
             cancelled.add(self._cancelled.popleft())
@@ -182,7 +182,7 @@ class Sampler:
                 later.append(job)
                 break
             limit = len(job.tokens) - 1
-            if job.scores is not None:
+            if job.scored:
                 limit = min(limit, job.live.checked.first_scored)
             kv, shared = self._prefixes.find(job.live.snapshot, job.tokens, limit)
             if self._will_share(job, limit, shared + BLOCK):
@@ -190,6 +190,8 @@ class Sampler:
                 continue
             self._prefilling.append(job)
             job.kv = PromptKV(len(job.tokens), kv, shared)
+            if job.scored:
+                job.live.scores = PromptScores(job.live.checked)
             if job.slots is None and 0 in job.samples:
                 job.live.hit_tokens = shared
                 self._counts["prefix_hit_tokens"] += shared
@@ -222,10 +224,7 @@ class Sampler:
         slots = self._slots
         running = np.flatnonzero(slots.capacity)
         for slot in running[slots.position[running] >= slots.capacity[running]]:
-            old, position = self._banks[slots.capacity[slot]], int(slots.position[slot])
-            self._leave_bank(slot, lambda keys, values, slot=slot, n=position: self._enter_bank(np.array([slot]), keys, values, n))
-            if old.count == 0:
-                del self._banks[old.capacity]
+            self._leave_bank(slot, partial(self._enter_bank, slots=np.array([slot]), tokens=int(slots.position[slot])))
         while self._kv_nbytes() > self._kv_bytes and len(running := np.flatnonzero(slots.capacity)) > 1:
             slot = running[np.argmax(slots.age[running])]
             self._leave_bank(slot)
@@ -237,7 +236,7 @@ class Sampler:
 
     # Banks.
 
-    def _enter_bank(self, slots: np.ndarray, keys: list[torch.Tensor], values: list[torch.Tensor], tokens: int) -> None:
+    def _enter_bank(self, keys: list[torch.Tensor], values: list[torch.Tensor], slots: np.ndarray, tokens: int) -> None:
         capacity = capacity_for(tokens + 1)
         bank = self._banks.setdefault(capacity, Bank(capacity))
         self._slots.row[slots] = bank.add(slots, keys, values, tokens)
@@ -254,6 +253,8 @@ class Sampler:
         moved = bank.remove(row)
         if moved >= 0:
             slots.row[moved] = row
+        if bank.count == 0:
+            del self._banks[bank.capacity]
         self._order = None
 
     def _release(self, slot: int) -> None:
@@ -268,7 +269,7 @@ class Sampler:
             groups: dict[int, tuple[Any, list[int]]] = {}
             for slot in np.flatnonzero(self._slots.capacity):
                 snapshot = self._slots.owner[slot].snapshot
-                groups.setdefault(id(snapshot), (snapshot, []))[1].append(slot)
+                groups.setdefault(id(snapshot), (snapshot, []))[1].append(int(slot))
             self._order = [(snapshot, np.array(members, np.int64)) for snapshot, members in groups.values()]
         return self._order
 
@@ -326,8 +327,8 @@ class Sampler:
         started: list[tuple[Job, np.ndarray]] = []
         pick_slots, pick_rows = [decode], [decode_rows]
         for job, start, stop in batch.jobs:
-            if job.scores is not None:
-                self._score(job, start, stop, hidden, batch.groups)
+            if job.scored and job.live.scores is not None:
+                self._score(job.live.scores, job.kv.filled, start, stop, hidden, batch.groups)
             job.kv.filled += stop - start
             if job.kv.filled == len(job.tokens):
                 new = self._start(job)
@@ -340,7 +341,7 @@ class Sampler:
         for job, new in started:
             new = new[alive[new]]
             if len(new):
-                self._enter_bank(new, job.kv.keys, job.kv.values, len(job.tokens))
+                self._enter_bank(job.kv.keys, job.kv.values, new, len(job.tokens))
             self._prefixes.put(job.live.snapshot, job.tokens, job.kv)
         return total
 
@@ -357,7 +358,7 @@ class Sampler:
                 self._answer(job.live, int(sample), SampledSequence("length", np.zeros(0, np.int32), np.zeros(0, np.float32), *rows))
             return np.zeros(0, np.int64)
         slots = self._slots.take(job.live, checked, job.samples)
-        if checked.stop_strings:
+        if checked.stop_strings and self.tokenizer is not None:
             for slot in slots:
                 self._slots.matcher[slot] = StopMatcher(self.tokenizer, checked.stop_strings, checked.prompt)
         return slots
@@ -370,12 +371,14 @@ class Sampler:
             hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
         return self.model.logits(hidden, mine)
 
-    def _score(self, job: Job, start: int, stop: int, hidden: torch.Tensor, groups: list[tuple[int, int, Any]]) -> None:
-        filled = job.kv.filled
-        rows = job.scores.rows(filled, filled + stop - start)
+    def _score(
+        self, scores: PromptScores, filled: int, start: int, stop: int, hidden: torch.Tensor, groups: list[tuple[int, int, Any]]
+    ) -> None:
+        """Rows [start, stop) of the pass follow the first ``filled`` tokens of a prompt."""
+        rows = scores.rows(filled, filled + stop - start)
         for first in range(0, len(rows), self._head_rows):
             some = rows[first : first + self._head_rows]
-            job.scores.add(some, self._logits(some - filled + start, hidden, groups))
+            scores.add(some, self._logits(some - filled + start, hidden, groups))
 
     def _pick(self, slots_of: np.ndarray, rows_of: np.ndarray, hidden: torch.Tensor, groups: list[tuple[int, int, Any]]) -> np.ndarray:
         """Choose the next token of every slot, from rows of the pass in ascending order. Returns [slots] bool: goes on."""
@@ -388,13 +391,15 @@ class Sampler:
             if len(alone) != len(rows):
                 logits = logits[torch.from_numpy(repeat).to(device)]
             noise = noise_keys(slots.seed[s], slots.sample[s], slots.count[s]).view(np.int64)
-            settings = (torch.from_numpy(x).to(device) for x in (slots.temperature[s], slots.top_k[s], slots.top_p[s], noise))
-            tokens, logprobs, ids, values = choose(logits, *settings, topk=int(slots.topk[s].max()))
-            if ids is not None:
-                ids, values = ids.to(torch.int32).cpu().numpy(), values.cpu().numpy()
+            columns = (slots.temperature[s], slots.top_k[s], slots.top_p[s], noise)
+            temperature, top_k, top_p, key = (torch.from_numpy(x).to(device) for x in columns)
+            width = int(slots.topk[s].max())
+            tokens, logprobs, top_ids, top_logprobs = choose(logits, temperature, top_k, top_p, key, width)
+            if width:
+                ids, values = top_ids.to(torch.int32).cpu().numpy(), top_logprobs.cpu().numpy()
                 for line in np.flatnonzero(slots.topk[s]):
-                    width = slots.topk[s[line]]
-                    slots.topk_rows[s[line]].append((ids[line, :width], values[line, :width]))
+                    own = slots.topk[s[line]]
+                    slots.topk_rows[s[line]].append((ids[line, :own], values[line, :own]))
             self._take(s, tokens.cpu().numpy(), logprobs.cpu().numpy(), alive)
         self._counts["sampled_tokens"] += len(slots_of)
         return alive
@@ -416,10 +421,10 @@ class Sampler:
         slots = self._slots
         live, n, sample = slots.owner[slot], int(slots.count[slot]), int(slots.sample[slot])
         tokens, logprobs = slots.tokens[slot, :n].copy(), slots.logprobs[slot, :n].copy()
-        topk = [np.stack(rows) for rows in zip(*slots.topk_rows[slot], strict=True)] or [None, None]
-        if slots.capacity[slot] and n > _MIN_KEPT_COMPLETION:
+        topk = tuple(np.stack(rows) for rows in zip(*slots.topk_rows[slot], strict=True)) or (None, None)
+        if slots.capacity[slot] and n > _MIN_KEPT_COMPLETION and len(live.results) == 1:  # of many samples, few have a next turn
             fed = np.concatenate([live.checked.prompt, tokens[:-1].astype(np.int64)])
-            self._leave_bank(slot, lambda keys, values: self._keep(live.snapshot, fed, keys, values))
+            self._leave_bank(slot, partial(self._keep, live.snapshot, fed))
         self._release(slot)
         request = live.checked.request
         if request.record_stability_info and request.sequence_ids is not None:

@@ -214,9 +214,9 @@ def _top(rows: list[Any], k: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, logprobs
 
 
-def _prompt_scores(checked: Checked, rows: list[Any] | None) -> dict[str, np.ndarray]:
+def _prompt_scores(checked: Checked, rows: list[Any] | None) -> dict[str, Any]:
     request, n = checked.request, len(checked.prompt)
-    fields = {}
+    fields: dict[str, Any] = {}
     if rows is None:
         return fields
     rows = [row if i >= max(1, n - checked.last_n) else None for i, row in enumerate(rows)]
