@@ -181,6 +181,14 @@ class Registry:
                 entry.waiters.remove(waiter)
         return entry.answer
 
+    def release_polls(self) -> None:
+        """Let every parked poll answer that its request is still pending: the server is about to stop."""
+        for entry in self._entries.values():
+            for waiter in entry.waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            entry.waiters.clear()
+
     def mark_read(self, entry: Entry) -> None:
         if self._unread.pop(entry.request_id, None) is not None:
             self._read[entry.request_id] = entry

@@ -62,6 +62,9 @@ class Channel:
         self.completions.append(Completion(self.cursor, request_id, failed, nbytes))
         if len(self.completions) > self.MAX_KEPT:
             self.completions.popleft()
+        self.wake()
+
+    def wake(self) -> None:
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -51,7 +51,13 @@ def _uvicorn(
         timeout_graceful_shutdown=5,
         backlog=4096,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.server.release_polls()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
 
 
 def serve(

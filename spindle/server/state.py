@@ -57,6 +57,13 @@ class Server:
         self.futures = Registry(self.settings, self.loop)
         self.schedule_expiry()
 
+    def release_polls(self) -> None:
+        """Answer every parked poll now, so that stopping does not wait for them."""
+        self.futures.release_polls()
+        for sampler in self.samplers.values():
+            for channel in sampler.channels.values():
+                channel.wake()
+
     async def stop(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
