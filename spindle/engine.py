@@ -61,6 +61,15 @@ def resolve_devices(devices: str | Sequence[str]) -> list[torch.device]:
     return resolved
 
 
+def _dtype(wanted: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if wanted is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    name = str(wanted).removeprefix("torch.")
+    if name not in ("float32", "bfloat16"):
+        raise UserError(f"dtype: got {name!r}; allowed are float32 and bfloat16")
+    return getattr(torch, name)
+
+
 def _limits_for(model: BaseModel, limits: codec.Limits) -> codec.Limits:
     """``limits`` with the model's vocabulary, and no sequence longer than its context."""
     values = {name: getattr(limits, name) for name in dir(limits) if not name.startswith("_")}
@@ -114,10 +123,7 @@ class Engine:
         if not 0.0 < sampling_share < 1.0:
             raise UserError(f"sampling_share: got {sampling_share}; allowed is a number between 0 and 1, both excluded")
         places = resolve_devices(devices)
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype)
-        dtype = dtype or (torch.bfloat16 if places[0].type == "cuda" else torch.float32)
-        self.model = model if isinstance(model, BaseModel) else BaseModel.load(model, device=places[0], dtype=dtype)
+        self.model = model if isinstance(model, BaseModel) else BaseModel.load(model, device=places[0], dtype=_dtype(dtype, places[0]))
         self.model_name = name or self.model.name
         self.limits = _limits_for(self.model, limits or codec.Limits())
         self.config = scheduler or SchedulerConfig()
@@ -322,7 +328,8 @@ class Engine:
         )
         loops = self._loops if snapshot is None else [one for one in self._loops if one.executor.worker.device == snapshot.params.device]
         loop = min(loops, key=lambda one: one.sampler.load())
-        future = loop.sampler.submit(request, Future())
+        future: Future[SampleOutput] = Future()
+        loop.sampler.submit(request, future)
         loop.wake()
         return future
 
@@ -371,7 +378,8 @@ class Engine:
             self._closed = True
         self.scheduler.close()
         deadline = time.monotonic() + timeout_s
-        for part in (*self._loops, self._io):
+        parts: list[DeviceLoop | IoLoop] = [*self._loops, self._io]
+        for part in parts:
             part.join(max(0.0, deadline - time.monotonic()))
         self._encoders.shutdown(wait=True)
         self.pool.close()

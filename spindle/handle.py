@@ -87,7 +87,13 @@ class AdapterHandle:
             except BaseException as error:
                 answer.fail(error)
                 return
-            sampled.add_done_callback(lambda done: answer.fail(done.exception()) if done.exception() else answer.settle(done.result()))
+            sampled.add_done_callback(pass_on)
+
+        def pass_on(sampled: Any) -> None:
+            try:
+                answer.settle(sampled.result())
+            except BaseException as error:
+                answer.fail(error)
 
         self.publish().add_done_callback(published)
         return answer

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from spindle.errors import EngineClosed, NotFound, Overloaded, SpindleError
 from spindle.future import Future
@@ -374,7 +375,7 @@ class Scheduler:
         for item in doomed:
             item.future.fail(EngineClosed("the engine was closed before this request ran"))
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> dict[str, Any]:
         """Queue depths and bytes, by client."""
         now = time.monotonic()
         with self._lock:
