@@ -12,7 +12,7 @@ import torch
 
 from spindle.compute.adapter import AdapterWeights
 from spindle.errors import EngineClosed, ServerError, UserError
-from spindle.sampling import Sampler, SampleRequest
+from spindle.sampling import Sampler, SampleRecords, SampleRequest, make_sampler
 from spindle.sampling.vllm_backend import VllmSampler
 from spindle.store.checkpoint import load_adapter
 from spindle.types import LoraConfig, SamplingParams, TensorData
@@ -173,4 +173,12 @@ def test_failures_cancelling_forgetting_and_closing(base, sampler):
 
 def test_without_vllm_the_option_says_so(base):
     with pytest.raises(UserError, match=r"needs the package vllm, .* install it with `pip install vllm`"):
-        VllmSampler(base, None, "some/model")
+        make_sampler("vllm", base, None, SampleRecords())
+
+
+def test_backends_by_name(base, sampler):
+    records = SampleRecords()
+    assert make_sampler("spindle", base, None, records, max_running=3).records is records
+    assert make_sampler("vllm", base, None, records, max_rank=8).records is records
+    with pytest.raises(UserError, match="sampler is 'sglang'; allowed: spindle, vllm"):
+        make_sampler("sglang", base, None, records)
