@@ -36,7 +36,7 @@ class PrefixStore:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._nbytes = 0
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._index: dict[tuple[Hashable, bytes], _Entry] = {}
@@ -61,7 +61,7 @@ class PrefixStore:
 
     def put(self, snapshot: object, tokens: np.ndarray, kv: PromptKV) -> None:
         """Keep a prompt. Entries that are a prefix of it go; kv must not change any more."""
-        if len(tokens) < BLOCK or kv.nbytes > self._max_bytes:
+        if len(tokens) < BLOCK or kv.nbytes > self.max_bytes:
             return
         entry = _Entry(snapshot, tokens, kv, list(_digests(snapshot, tokens)))
         longest = self._index.get(entry.digests[-1])
@@ -75,7 +75,7 @@ class PrefixStore:
         self._nbytes += kv.nbytes
         for digest in entry.digests:
             self._index[digest] = entry
-        self.shrink(self._max_bytes)
+        self.shrink(self.max_bytes)
 
     def shrink(self, max_bytes: int) -> None:
         """Drop the least recently used until at most ``max_bytes`` are held."""

@@ -204,16 +204,20 @@ class Sampler:
     def _will_share(self, job: Job, limit: int, least: int) -> bool:
         if limit < least:
             return False
-        others = (other for other in self._prefilling if other.live.snapshot is job.live.snapshot)
+        kept = self._prefixes.max_bytes // self._token_nbytes()  # a longer prompt will not be there to take over
+        others = (other for other in self._prefilling if other.live.snapshot is job.live.snapshot and len(other.tokens) <= kept)
         return any(min(common_prefix(other.tokens, job.tokens), limit) >= least for other in others)
 
     def _cost(self, job: Job) -> int:
         """Bytes of keys and values until its samples run."""
+        return self._token_nbytes() * (len(job.tokens) + len(job.samples) * capacity_for(len(job.tokens) + 1))
+
+    def _token_nbytes(self) -> int:
+        """Keys and values of one token."""
         c = self.model.config
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
         width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        per_token = 2 * c.num_hidden_layers * heads * width * self.model.dtype.itemsize
-        return per_token * (len(job.tokens) + len(job.samples) * capacity_for(len(job.tokens) + 1))
+        return 2 * c.num_hidden_layers * heads * width * self.model.dtype.itemsize
 
     def _kv_nbytes(self) -> int:
         """Of the running samples. Rows that a bank holds ahead are not counted."""

@@ -50,6 +50,9 @@ def test_requests_that_arrive_together_prefill_a_shared_prompt_once(base):
     outputs = run(sampler, *(request(prompt, 5, temperature=1.0, seed=i) for i in range(8)))
     assert [o.prompt_cache_hit_tokens for o in outputs] == [0] + [59] * 7
     assert sampler.stats()["prefilled_tokens"] == 60 + 7
+    off = Sampler(base, prefix_bytes=0)  # nothing to wait for: all at once
+    run(off, *(request(prompt, 5) for _ in range(8)))
+    assert off.stats()["steps"] == 5
 
 
 def test_the_next_turn_begins_with_what_was_sampled(model, base):
