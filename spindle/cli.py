@@ -68,6 +68,7 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="The name clients ask for; by default the directory's or the hub's.")] = None,
     alias: Annotated[list[str] | None, typer.Option(help="Another name for the same model; repeat for several.")] = None,
+    sampler: Annotated[str, typer.Option(help='What samples: "spindle" or, where it is installed, "vllm".')] = "spindle",
     token_budget: Annotated[int | None, typer.Option(help="Most tokens of one micro-batch.", min=1)] = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much the server says on stderr.")] = "info",
 ) -> None:
@@ -88,6 +89,7 @@ def serve(
             devices=devices if devices == "auto" else [part.strip() for part in devices.split(",") if part.strip()],
             dtype=None if dtype == "auto" else dtype,
             name=name,
+            sampler=sampler,
             scheduler=SchedulerConfig() if token_budget is None else SchedulerConfig(token_budget=token_budget),
         )
     except SpindleError as error:

@@ -29,7 +29,7 @@ from spindle.io_loop import IoLoop
 from spindle.operations import LoadState, Operation, OptimStep, SaveState
 from spindle.residency import AdapterPool, Resident
 from spindle.sampled import recorded_logprobs
-from spindle.sampling import Sampler, SampleRecords, SampleRequest
+from spindle.sampling import SampleRecords, SampleRequest, make_sampler
 from spindle.scheduler import Item, Kind, Scheduler, SchedulerConfig
 from spindle.store import checkpoint
 from spindle.types import DimuonParams, LoraConfig, SampleOutput, SamplingParams
@@ -101,6 +101,7 @@ class Engine:
     sampling_share: the part of a device's time that sampling may take while training waits, in (0, 1).
     prefetch: fill the next micro-batch while one is computed.
     adapter_device_bytes, adapter_host_bytes: budgets past which idle adapters are paged out, to host memory, then disk (``AdapterPool``).
+    sampler: what samples, "spindle" or, where it is installed, "vllm"; sampler_options: further arguments of its class.
 
     Every method that changes an adapter is thread-safe and returns a ``spindle.Future``: block with ``.result()`` or ``await`` it.
     """
@@ -118,6 +119,7 @@ class Engine:
         prefetch: bool = True,
         adapter_device_bytes: int | None = None,
         adapter_host_bytes: int | None = None,
+        sampler: str = "spindle",
         sampler_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not 0.0 < sampling_share < 1.0:
@@ -138,14 +140,25 @@ class Engine:
         self._scan_s = 0.0
         self._started_at = time.monotonic()
         self._encoders = ThreadPoolExecutor(1, thread_name_prefix="spindle-encode")
+        options = dict(sampler_options or {})
+        if sampler == "vllm" and isinstance(model, str | Path):
+            options.setdefault("source", str(model))
         threads = max(1, (os.cpu_count() or 1) // len(places)) if places[0].type == "cpu" and len(places) > 1 else 0
         self._loops: list[DeviceLoop] = []
         for index, place in enumerate(places):
             replica = self.model if index == 0 else self.model.replica(place)
             executor = Executor(DeviceWorker(replica), self.scheduler, self.pool, pinned=place.type == "cuda")
-            sampler = Sampler(replica, self.tokenizer, records=self.records, **(sampler_options or {}))
+            sampler_of_device = make_sampler(sampler, replica, self.tokenizer, self.records, **options)
             self._loops.append(
-                DeviceLoop(index, executor, self.scheduler, sampler, sampling_share=sampling_share, prefetch=prefetch, cpu_threads=threads)
+                DeviceLoop(
+                    index,
+                    executor,
+                    self.scheduler,
+                    sampler_of_device,
+                    sampling_share=sampling_share,
+                    prefetch=prefetch,
+                    cpu_threads=threads,
+                )
             )
         self._io = IoLoop(self.scheduler, self.pool, self.model_name)
         for loop in self._loops:

@@ -301,6 +301,8 @@ def test_impossible_settings_are_refused_by_name(model, engine):
             engine.create_adapter(**kwargs)
     with pytest.raises(UserError, match=r"sampling_share: got 1\.0"):
         spindle.Engine(model, sampling_share=1.0)
+    with pytest.raises(UserError, match="sampler is 'dice'; allowed: spindle, vllm"):
+        spindle.Engine(model, sampler="dice")
     with pytest.raises(UserError, match="dtype: got 'float16'; allowed are float32 and bfloat16"):
         spindle.Engine(tiny_llama(), dtype="float16")
     with pytest.raises(UserError, match="devices: 'abacus' is no torch device"):
