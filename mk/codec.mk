@@ -32,3 +32,29 @@ fuzz/build/libfuzzer: fuzz/target.cpp $(CODEC_SOURCES) $(CODEC_HEADERS)
 fuzz/build/driver: fuzz/target.cpp fuzz/driver.cpp $(CODEC_SOURCES) $(CODEC_HEADERS)
 	mkdir -p fuzz/build
 	$(or $(CXX),g++) $(STRICT) -fsanitize=address,undefined -fno-sanitize-recover=all fuzz/target.cpp fuzz/driver.cpp $(CODEC_SOURCES) $(ZSTD_FLAGS) -o $@
+
+# The extension built with AddressSanitizer and UndefinedBehaviorSanitizer in a tree of its own, and the codec's tests under it.
+.PHONY: asan tsan
+ASAN_TREE := build/asan
+asan: $(VENV)/.built
+	rm -rf $(ASAN_TREE) && mkdir -p $(ASAN_TREE)/spindle/codec $(ASAN_TREE)/tests
+	cp -r csrc fuzz mk $(ASAN_TREE)/
+	cp spindle/*.py $(ASAN_TREE)/spindle/ && cp spindle/codec/*.py* spindle/codec/*.proto $(ASAN_TREE)/spindle/codec/
+	cp -r tests/__init__.py tests/codec $(ASAN_TREE)/tests/
+	$(or $(CXX),g++) $(STRICT) -fPIC -shared -fvisibility=hidden -fsanitize=address,undefined -fno-sanitize-recover=undefined \
+		$$($(BIN)/python -m pybind11 --includes) $(wildcard csrc/*.cpp) $(ZSTD_FLAGS) \
+		-o $(ASAN_TREE)/spindle/codec/_codec$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+	cd $(ASAN_TREE) && LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 SPINDLE_SANITIZED=1 PYTHONPATH=. $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/codec $(ARGS)
+
+# The C++ parts alone under ThreadSanitizer: eight threads that scan, fill, peek and share the pool.
+tsan: fuzz/build/threads
+	TSAN_OPTIONS=halt_on_error=1 fuzz/build/threads fuzz/corpus/*
+
+fuzz/build/threads: fuzz/target.cpp fuzz/threads.cpp $(CODEC_SOURCES) $(CODEC_HEADERS)
+	mkdir -p fuzz/build
+	$(or $(CXX),g++) $(STRICT) -fsanitize=thread fuzz/target.cpp fuzz/threads.cpp $(CODEC_SOURCES) $(ZSTD_FLAGS) -pthread -o $@
+
+.PHONY: cppcheck
+cppcheck:
+	cppcheck --enable=warning,performance,portability --std=c++17 --error-exitcode=1 --inline-suppr --suppress=missingIncludeSystem -q -Icsrc csrc fuzz benches

@@ -69,11 +69,11 @@ def encode_sample_response(output: SampleOutput) -> bytes:
         out = message.sequences.add(stop_reason=_STOP_REASONS[sequence.stop_reason], tokens=_bytes(sequence.tokens, "<i4"))
         if sequence.logprobs is not None:
             out.logprobs = _bytes(sequence.logprobs, "<f4")
-        if sequence.topk_token_ids is not None:
+        if sequence.topk_token_ids is not None and sequence.topk_logprobs is not None:
             _write_topk(out.topk_sampled_logprobs, sequence.topk_token_ids, sequence.topk_logprobs)
     if output.prompt_logprobs is not None:
         message.prompt_logprobs = _bytes(output.prompt_logprobs, "<f4")
-    if output.topk_prompt_token_ids is not None:
+    if output.topk_prompt_token_ids is not None and output.topk_prompt_logprobs is not None:
         _write_topk(message.topk_prompt_logprobs, output.topk_prompt_token_ids, output.topk_prompt_logprobs)
     if output.target_prompt_logprobs is not None:
         _write_tensor(message.target_prompt_logprobs, output.target_prompt_logprobs)
@@ -87,7 +87,7 @@ def _bytes(array: np.ndarray, dtype: str) -> bytes:
     return np.ascontiguousarray(array, dtype).tobytes()
 
 
-def _numpy_dtype(dtype: int) -> str:
+def _numpy_dtype(dtype: wire.DType) -> str:
     return {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}[dtype]
 
 
@@ -95,7 +95,7 @@ def _write_tensor(message: wire.Tensor, tensor: TensorData) -> None:
     data = np.ascontiguousarray(tensor.data)
     message.dtype = _DTYPES[data.dtype.name]
     message.shape.extend(data.shape if tensor.shape is None else tensor.shape)
-    if tensor.crow_indices is None:
+    if tensor.crow_indices is None or tensor.col_indices is None:
         message.dense = data.tobytes()
     else:
         message.sparse_csr.values = data.tobytes()
