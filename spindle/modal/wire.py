@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Protocol
+from collections.abc import Container
+from typing import Any, Protocol
 
 import msgspec
 
 from spindle import codec
 
-__all__ = ["Transport", "WireRequest", "WireResponse", "decode_request", "encode", "identify", "route_of"]
+__all__ = [
+    "FORWARDED",
+    "Transport",
+    "WireRequest",
+    "WireResponse",
+    "decode_request",
+    "encode",
+    "identify",
+    "read_request",
+    "refusal",
+    "route_of",
+    "send_response",
+]
 
 FORWARDED = (b"host", b"x-api-key", b"content-type", b"content-encoding", b"accept", b"accept-encoding")
 """Request headers that mean something to a trainer; the others stay at the frontend."""
@@ -48,6 +61,36 @@ def encode(message: WireRequest | WireResponse) -> bytes:
 
 def decode_request(data: bytes) -> WireRequest:
     return _decoder.decode(data)
+
+
+def refusal(status: int, text: str, category: str = "user") -> WireResponse:
+    """An error as clients read it."""
+    return WireResponse(status, [(b"content-type", b"application/json")], msgspec.json.encode({"error": text, "category": category}))
+
+
+async def read_request(
+    scope: dict[str, Any], receive: Any, max_body_bytes: int, kept: Container[bytes] | None = None
+) -> WireRequest | WireResponse | None:
+    """One ASGI request, whole, with the headers ``kept`` (None: all). Its refusal when it is too large, None when the client went away."""
+    chunks, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > max_body_bytes:
+            return refusal(413, f"the body is over {max_body_bytes} bytes, the most of one request: send fewer datums at a time")
+        more = message.get("more_body", False)
+    headers = [(name, value) for name, value in scope["headers"] if kept is None or name in kept]
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    return WireRequest(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, scope.get("scheme", "https"))
+
+
+async def send_response(response: WireResponse, send: Any) -> None:
+    """A response over ASGI."""
+    await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
+    await send({"type": "http.response.body", "body": response.body})
 
 
 class _Named(msgspec.Struct):
