@@ -13,7 +13,7 @@ from spindle.compute.model import BaseModel
 from spindle.compute.worker import DeviceWorker
 from spindle.types import AdamParams, LoraConfig
 from tests.compute.helpers import Request, pack, random_adapter, random_item
-from tests.tiny import tiny_qwen3
+from tests.tiny import tiny_gemma3, tiny_llama, tiny_phi3, tiny_qwen3, tiny_qwen3_moe
 
 
 @pytest.fixture(scope="module")
@@ -33,27 +33,38 @@ def test_a_row_of_a_product_keeps_its_bits(inner, outer):
             assert torch.equal(x[start : start + rows] @ w.t().contiguous(), whole_t[start : start + rows])
 
 
-def test_twenty_steps_alone_and_among_31_others(worker):
-    rng = np.random.default_rng(0)
-    own = [[random_item(rng, int(n)) for n in rng.integers(1, 40, 3)] for _ in range(20)]
+def train(worker, steps: int, neighbours: int, seed: int = 0):
+    """An adapter after ``steps`` on data of its own, among others on random data, ranks, losses and places in the batch."""
+    own_rng, rng = np.random.default_rng(seed), np.random.default_rng(neighbours)
+    adapter = random_adapter(worker.model, LoraConfig(rank=4))
+    others = [random_adapter(worker.model, LoraConfig(rank=int(r)), seed=9) for r in rng.choice([2, 4, 8, 16], neighbours)]
+    logprobs = []
+    for _ in range(steps):
+        items = [random_item(own_rng, int(n)) for n in own_rng.integers(1, 40, 3)]
+        requests = [Request(o, [random_item(rng, int(rng.integers(1, 60)))], backward=bool(rng.random() < 0.8)) for o in others]
+        at = int(rng.integers(0, neighbours + 1))
+        result = worker.run(pack([*requests[:at], Request(adapter, items), *requests[at:]]))[at]
+        logprobs.append(result.logprobs)
+        worker.accumulate(adapter, result.grad)
+        worker.optim_step([adapter], AdamParams(learning_rate=1e-3))
+    return adapter, torch.cat(logprobs)
 
-    def train(neighbours: int):
-        adapter = random_adapter(worker.model, LoraConfig(rank=4))
-        others = [random_adapter(worker.model, LoraConfig(rank=int(r)), seed=9) for r in rng.choice([2, 4, 8, 16], neighbours)]
-        logprobs = []
-        for items in own:
-            requests = [Request(o, [random_item(rng, int(rng.integers(1, 60)))], backward=bool(rng.random() < 0.8)) for o in others]
-            at = int(rng.integers(0, neighbours + 1))
-            result = worker.run(pack([*requests[:at], Request(adapter, items), *requests[at:]]))[at]
-            logprobs.append(result.logprobs)
-            worker.accumulate(adapter, result.grad)
-            worker.optim_step([adapter], AdamParams(learning_rate=1e-3))
-        return adapter, torch.cat(logprobs)
 
-    (alone, p), (mixed, q) = train(0), train(31)
+def assert_same_bits(worker, steps: int, neighbours: int) -> None:
+    (alone, p), (mixed, q) = train(worker, steps, 0), train(worker, steps, neighbours)
     assert torch.equal(p, q)
     for name in ("params", "exp_avg", "exp_avg_sq"):
         assert torch.equal(getattr(alone, name), getattr(mixed, name)), name
+
+
+@pytest.mark.slow
+def test_twenty_steps_alone_and_among_31_others(worker):
+    assert_same_bits(worker, 20, 31)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3, tiny_phi3, tiny_qwen3_moe])
+def test_other_families(build):
+    assert_same_bits(DeviceWorker(BaseModel.load(build())), 3, 6)
 
 
 def test_one_flipped_token(worker):
