@@ -18,7 +18,7 @@ from spindle.compute.lora import MIN_ROWS, Update, add_gradients, add_update, wi
 
 __all__ = ["Head", "HeadTask"]
 
-CHUNK_BYTES = 64 << 20  # float32 logits held at once
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}  # float32 logits held at once; larger is faster, slowly
 
 
 @dataclass(slots=True)
@@ -46,9 +46,12 @@ class Head:
         self.weight, self.bias, self.path, self.scale, self.softcap = weight, bias, path, scale, softcap
 
     @torch.no_grad()
-    def logits(self, hidden: torch.Tensor, updates: Iterable[Update]) -> torch.Tensor:
-        """hidden [n, H], updates over these rows -> float32 [n, V]."""
-        out = F.linear(hidden, self.weight, self.bias)
+    def logits(self, hidden: torch.Tensor, updates: Iterable[Update], buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [n, H], updates over these rows -> float32 [n, V], in ``buffer`` [n or more, V] of the weight's dtype if given."""
+        out = None if buffer is None else buffer[: hidden.shape[0]]
+        out = torch.mm(hidden, self.weight.t(), out=out)
+        if self.bias is not None:
+            out += self.bias
         for u in updates:
             add_update(hidden, out, u)
         out = out.float()
@@ -67,13 +70,15 @@ class Head:
         logprobs = torch.empty(len(cell_rows), device=hidden.device)
         dhidden = torch.zeros_like(hidden)
         row_of_cell = torch.from_numpy(cell_rows).to(hidden.device)
-        chunk_rows = max(MIN_ROWS, CHUNK_BYTES // (4 * self.weight.shape[0]))
+        vocab = self.weight.shape[0]
+        chunk_rows = max(MIN_ROWS, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]) // (4 * vocab))
+        buffer = self.weight.new_empty(min(chunk_rows, hidden.shape[0]), vocab)
         for pieces in _chunks(tasks, chunk_rows):
             start, stop = pieces[0][1], pieces[-1][2]
             low, high = window(start, stop, hidden.shape[0])
             updates = [task.update._replace(start=a - low, stop=b - low) for task, a, b in pieces if task.update]
             c0, c1 = np.searchsorted(cell_rows, (start, stop))
-            scores, slope = self._log_softmax(hidden[low:high], updates)
+            scores, slope = self._log_softmax(hidden[low:high], updates, buffer)
             torch.take(scores, (row_of_cell[c0:c1] - low) * scores.shape[1] + targets[c0:c1], out=logprobs[c0:c1])
             now = [(task, *np.searchsorted(cell_rows, (a, b))) for task, a, b in pieces if task.gradient and not task.whole]
             if now:
@@ -84,21 +89,23 @@ class Head:
         for task in tasks:
             if task.gradient and task.whole:
                 g = task.gradient(logprobs[task.cells], 0, task.cells.stop - task.cells.start)
-                self._again(task, g, row_of_cell[task.cells], targets[task.cells], hidden, dhidden, chunk_rows)
+                self._again(task, g, row_of_cell[task.cells], targets[task.cells], hidden, dhidden, buffer)
         return logprobs, dhidden
 
-    def _log_softmax(self, hidden: torch.Tensor, updates: Iterable[Update]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _log_softmax(
+        self, hidden: torch.Tensor, updates: Iterable[Update], buffer: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-softmax [n, V], and with a softcap the slope of the cap [n, V]."""
-        scores = self.logits(hidden, updates)
+        scores = self.logits(hidden, updates, buffer)
         slope = None if self.softcap is None else 1.0 - (scores / self.softcap).square_()
         return torch.log_softmax(scores, -1, out=scores), slope
 
-    def _again(self, task: HeadTask, g, rows, targets, hidden, dhidden, chunk_rows: int) -> None:
+    def _again(self, task: HeadTask, g, rows, targets, hidden, dhidden, buffer) -> None:
         """Backward of a task whose gradient was known only after all its logprobs: compute its weighted rows a second time."""
         used = torch.unique_consecutive(rows[g != 0])
-        for part in used.split(chunk_rows) if len(used) else ():
+        for part in used.split(len(buffer)) if len(used) else ():
             h = hidden[F.pad(part, (0, max(0, MIN_ROWS - len(part))), value=int(part[0]))]
-            scores, slope = self._log_softmax(h, [task.update._replace(start=0, stop=len(part))] if task.update else [])
+            scores, slope = self._log_softmax(h, [task.update._replace(start=0, stop=len(part))] if task.update else [], buffer)
             cells = (g != 0) & (rows >= part[0]) & (rows <= part[-1])
             local = torch.searchsorted(part, rows[cells])
             dpart = torch.zeros_like(h)
