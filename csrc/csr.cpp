@@ -9,11 +9,15 @@
 namespace spindle {
 
 namespace {
-// Every one of n + 1 row starts is at least the one before it.
+// Every one of n + 1 row starts is at least the one before it, and none is negative (the first is known not to be). One sign bit says
+// it all: differences of numbers that are not negative cannot overflow.
 SPINDLE_WIDE bool rises(const uint8_t* crow, size_t n) {
-    int64_t falls = 0;
-    for (size_t i = 0; i < n; ++i) falls |= load<int64_t>(crow + 8 * i + 8) < load<int64_t>(crow + 8 * i);
-    return falls == 0;
+    uint64_t signs = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const auto next = load<uint64_t>(crow + 8 * i + 8);
+        signs |= next | (next - load<uint64_t>(crow + 8 * i));
+    }
+    return signs >> 63 == 0;
 }
 
 int64_t row_start(const Tensor& tensor, int64_t row) { return load<int64_t>(tensor.crow.data + 8 * row); }

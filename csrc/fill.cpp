@@ -61,36 +61,42 @@ void write_tensor(const StreamWriter& writer, Cell* to, const Tensor& tensor, in
     if (tensor.layout == Layout::csr) densify(writer, to, tensor, length);
     else write_cells(writer, to, tensor.values, tensor.dtype);
 }
+void write_tokens(const StreamWriter& writer, int64_t* to, const Request& request, const Datum& datum) {
+    for (uint32_t i = 0; i < datum.chunks; ++i) {
+        const Chunk& chunk = request.storage->chunks[datum.first_chunk + i];
+        write_cells(writer, to, chunk.tokens, chunk.dtype);
+        to += chunk.tokens.size / item_size(chunk.dtype);
+    }
+}
 }  // namespace
 
 int64_t cells_of(const Datum& datum) { return datum.target_width < 0 ? 0 : datum.length * std::max<int64_t>(datum.target_width, 1); }
 
 void fill(const Request& request, const int64_t* datums, size_t num_datums, const FillTarget& to) {
-    size_t bytes = 0;
+    int64_t tokens = 0;
+    int64_t cells = 0;
     for (size_t d = 0; d < num_datums; ++d) {
         const Datum& datum = request.datums()[static_cast<size_t>(datums[d])];
-        bytes += static_cast<size_t>(datum.length) * 16 + static_cast<size_t>(cells_of(datum)) * (8 + 4 * to.num_inputs);
+        tokens += datum.length;
+        cells += cells_of(datum);
     }
+    const size_t bytes = static_cast<size_t>(tokens) * 16 + static_cast<size_t>(cells) * (8 + 4 * to.num_inputs);
     const StreamWriter writer(bytes);
     const int64_t target_name = request.name_index("target_tokens");
-    int64_t tokens_before = 0;
-    int64_t cells_before = 0;
-    for (size_t d = 0; d < num_datums; ++d) {
+    // From the last datum to the first: what scan read last is what a cache may still hold.
+    for (size_t d = num_datums; d-- > 0;) {
         const Datum& datum = request.datums()[static_cast<size_t>(datums[d])];
-        writer.count_up(to.positions + tokens_before, static_cast<size_t>(datum.length));
-        for (uint32_t i = 0; i < datum.chunks; ++i) {
-            const Chunk& chunk = request.storage->chunks[datum.first_chunk + i];
-            write_cells(writer, to.tokens + tokens_before, chunk.tokens, chunk.dtype);
-            tokens_before += static_cast<int64_t>(chunk.tokens.size / item_size(chunk.dtype));
-        }
+        tokens -= datum.length;
+        cells -= cells_of(datum);
+        writer.count_up(to.positions + tokens, static_cast<size_t>(datum.length));
+        write_tokens(writer, to.tokens + tokens, request, datum);
         if (datum.target_width < 0) continue;
-        if (to.labels) write_tensor(writer, to.labels + cells_before, *request.find(datum, target_name), datum.length);
-        for (size_t i = 0; i < to.num_inputs; ++i) {
+        for (size_t i = to.num_inputs; i-- > 0;) {
             const InputTarget& input = to.inputs[i];
-            if (const Tensor* tensor = request.find(datum, input.name)) write_tensor(writer, input.to + cells_before, *tensor, datum.length);
-            else std::fill_n(input.to + cells_before, cells_of(datum), *input.fallback);
+            if (const Tensor* tensor = request.find(datum, input.name)) write_tensor(writer, input.to + cells, *tensor, datum.length);
+            else std::fill_n(input.to + cells, cells_of(datum), *input.fallback);
         }
-        cells_before += cells_of(datum);
+        if (to.labels) write_tensor(writer, to.labels + cells, *request.find(datum, target_name), datum.length);
     }
 }
 
