@@ -62,6 +62,25 @@ def test_a_checkpoint_is_committed_before_its_client_hears_of_it(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_trainer_that_goes_leaves_no_poll_hanging(tmp_path):
+    """What waits behind a gap in the order cannot run any more: its client hears so before the container is gone."""
+
+    async def scenario() -> None:
+        trainer = Trainer(lambda: Engine(BaseModel.load(tiny_llama()), name="m"), tmp_path, [KEY.decode()])
+        await trainer.start()
+        session = (await ask(trainer, "create_session", tags=[], sdk_version="0"))["session_id"]
+        made = await finished(trainer, await ask(trainer, "create_model", session_id=session, model_seq_id=0, base_model="m"))
+        waits = await ask(trainer, "optim_step", model_id=made["model_id"], seq_id=2, adam_params={})
+        poll = asyncio.ensure_future(ask(trainer, "retrieve_future", request_id=waits["request_id"]))
+        await asyncio.sleep(0.05)
+        assert not poll.done()
+        await trainer.stop()
+        answer = await asyncio.wait_for(poll, 10)
+        assert "was unloaded before this request ran" in answer["error"]
+
+    asyncio.run(scenario())
+
+
 def test_without_keys_a_trainer_does_not_start(tmp_path):
     with pytest.raises(ServerError, match=r"^no API keys: one of the recipe's auth.secrets must set SPINDLE_API_KEYS"):
         Trainer(lambda: pytest.fail("no engine is made"), tmp_path, [])
