@@ -95,6 +95,10 @@ class DeviceLoop:
                     self._sample(trained_s)
         except StopIteration:
             pass
+        except BaseException:
+            logger.critical("device %d stopped on an unexpected error; the engine closes", self.index, exc_info=True)
+            self.scheduler.close()
+            raise
         finally:
             self.sampler.close()
 
@@ -108,11 +112,12 @@ class DeviceLoop:
 
     def _next_filled(self, wait: bool) -> Job:
         job: Any = self._ready
-        if job is None:
+        while job is None:
             try:
                 job = self._filled.get(block=wait)
             except queue.Empty:
                 return None
+            wait = False  # woken for sampling, perhaps many times over: look whether something lies behind that
         if job is StopIteration:
             raise StopIteration
         if isinstance(job, MicroBatch):
@@ -122,8 +127,7 @@ class DeviceLoop:
                     self._ready, self._overtaken = job, self._overtaken + 1
                     return self.executor.fill(other.blocks) if other.blocks else other.operations
             self._ready, self._overtaken = None, 0
-        if job is not None:
-            self._room.release()
+        self._room.release()
         return job
 
     def _feed(self) -> None:

@@ -21,7 +21,7 @@ from spindle.compute.adapter import Adapter
 from spindle.compute.model import BaseModel, load_tokenizer
 from spindle.compute.worker import DeviceWorker
 from spindle.device_loop import DeviceLoop
-from spindle.errors import EngineClosed, InvalidRequest, NotFound, SpindleError, UserError
+from spindle.errors import EngineClosed, InvalidRequest, NotFound, SpindleError, UserError, without_frames
 from spindle.executor import Executor, ForwardBackwardResult, Training
 from spindle.future import Future, failed
 from spindle.handle import AdapterHandle
@@ -32,7 +32,7 @@ from spindle.sampled import recorded_logprobs
 from spindle.sampling import SampleRecords, SampleRequest, make_sampler
 from spindle.scheduler import Item, Kind, Scheduler, SchedulerConfig
 from spindle.store import checkpoint
-from spindle.types import DimuonParams, LoraConfig, SampleOutput, SamplingParams
+from spindle.types import AdamParams, DimuonParams, LoraConfig, SampleOutput, SamplingParams
 
 __all__ = ["Engine"]
 
@@ -192,6 +192,8 @@ class Engine:
             raise UserError(f"rank: got {rank!r}; allowed is a whole number from 1 to 4096")
         if not (train_mlp or train_attn or train_unembed):
             raise UserError("train_mlp, train_attn and train_unembed are all false: there is nothing to train; set at least one")
+        if seed is not None and (not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64):
+            raise UserError(f"seed: got {seed!r}; allowed is a whole number of 64 bits")
         if optimizer not in OPTIMIZERS:
             raise UserError(f"optimizer: got {optimizer!r}; allowed are {', '.join(OPTIMIZERS)}")
         lora = LoraConfig(rank, alpha, seed, train_mlp, train_attn, train_unembed)
@@ -211,6 +213,7 @@ class Engine:
         resident = Resident(model_id, client, adapter, home, optimizer, session)
         with self._lock:
             if self._closed:
+                self._homes.pop(model_id, None)
                 raise EngineClosed("the engine is closed")
             self.pool.add(resident)
             self.scheduler.add_adapter(model_id, client, home)
@@ -234,11 +237,12 @@ class Engine:
         """Forget an adapter and free what it holds; requests of it that have not started fail."""
         with self._lock:
             resident = self._residents.pop(model_id, None)
-            if resident is None:
-                raise NotFound(f"no adapter {model_id!r}")
-            del self._homes[model_id]
-        self.pool.remove(resident)
+        if resident is None:
+            raise NotFound(f"no adapter {model_id!r}")
         self.scheduler.remove_adapter(model_id, NotFound(f"adapter {model_id!r} was unloaded before this request ran"))
+        self.pool.remove(resident)
+        with self._lock:
+            self._homes.pop(model_id, None)  # last: until here the name cannot be taken again
 
     def resident(self, model_id: str) -> Resident:
         """The engine's record of an adapter. Raises NotFound."""
@@ -285,20 +289,21 @@ class Engine:
     def submit(self, body: Any, content_encoding: str | None = None) -> Future[bytes]:
         """One request body in (protobuf, plain or zstd), the bytes of its answer out. Errors come through the future."""
         try:
-            return self.enqueue(self.scan(body, content_encoding)).then(ForwardBackwardResult.encode, self._encoders)
-        except InvalidRequest as error:
-            if error.model_id and error.seq_id > 0 and error.model_id in self._residents:
-                return self.reject(error.model_id, error.seq_id, error)
-            return failed(error)
+            try:
+                return self.enqueue(self.scan(body, content_encoding)).then(ForwardBackwardResult.encode, self._encoders)
+            except InvalidRequest as error:
+                if error.model_id and error.seq_id > 0 and error.model_id in self._residents:
+                    return self.reject(error.model_id, error.seq_id, error)
+                return failed(without_frames(error))
         except SpindleError as error:
-            return failed(error)
+            return failed(without_frames(error))
 
     def submit_operation(self, model_id: str, seq_id: int, operation: Operation, fingerprint: bytes | None = None) -> Future[Any]:
         """Queue an operation in its adapter's order. ``fingerprint`` says when a repeat is the same request; by default its content."""
         resident = self.resident(model_id)
         if isinstance(operation, OptimStep):
-            wants_dimuon = resident.optimizer == "dimuon"
-            if isinstance(operation.params, DimuonParams) != wants_dimuon:
+            wanted = DimuonParams if resident.optimizer == "dimuon" else AdamParams
+            if not isinstance(operation.params, wanted):
                 error = InvalidRequest(
                     f"optim_step: got {type(operation.params).__name__} for an adapter created with the {resident.optimizer} optimizer",
                     model_id,
@@ -313,7 +318,7 @@ class Engine:
     def reject(self, model_id: str, seq_id: int, error: SpindleError) -> Future[Any]:
         """A request that cannot run takes its place in the order, so that those after it do. Returns the failed future."""
         fingerprint = hashlib.blake2b(str(error).encode(), digest_size=16).digest()
-        return self.scheduler.put(Item(model_id, seq_id, Kind.SKIP, failed(error), fingerprint=fingerprint))
+        return self.scheduler.put(Item(model_id, seq_id, Kind.SKIP, failed(without_frames(error)), fingerprint=fingerprint))
 
     # --- sampling -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ request, ``"server"`` when only the operator can.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 __all__ = [
     "Cancelled",
     "Conflict",
@@ -17,7 +19,11 @@ __all__ = [
     "ServerError",
     "SpindleError",
     "UserError",
+    "without_frames",
 ]
+
+
+E = TypeVar("E", bound=BaseException)
 
 
 class SpindleError(Exception):
@@ -87,3 +93,12 @@ class EngineClosed(SpindleError):
 
 class ServerError(SpindleError):
     """Something failed on our side while the request ran; the adapter is as it was before it."""
+
+
+def without_frames(error: E) -> E:
+    """The error without its tracebacks, nor those of its causes: a future that keeps it would keep whole request bodies through them."""
+    one: BaseException | None = error
+    while one is not None and one.__traceback__ is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error

@@ -16,7 +16,7 @@ from spindle import codec, losses
 from spindle.compute.adapter import Adapter
 from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.worker import DeviceWorker
-from spindle.errors import ServerError, SpindleError
+from spindle.errors import ServerError, SpindleError, without_frames
 from spindle.halving import run_within_memory
 from spindle.metrics import combine_metrics
 from spindle.operations import OptimStep, Publish
@@ -220,7 +220,7 @@ class Executor:
         training: Training = item.payload
         error = error or (result.error if result is not None else None)
         if error is not None:
-            self.scheduler.fail(item, error)
+            self.scheduler.fail(item, without_frames(error))
         with training.resident.lock:
             if result is not None and not item.failed:
                 training.take(block.index, block.datums, result.logprobs.numpy(), result.metrics, result.grad)
@@ -232,7 +232,11 @@ class Executor:
         over, failed = item.blocks_left == 0, item.failed
         self.scheduler.block_done(block)
         if over and not failed:
-            answer = training.result(self.seconds)
+            try:
+                answer = training.result(self.seconds)
+            except Exception as problem:
+                item.future.fail(as_server_error(problem, item))
+                return
             training.request.release()
             item.drop_payload()
             item.future.settle(answer)
@@ -246,18 +250,32 @@ class Executor:
             operation = item.payload[1]
             together.setdefault(operation.params if isinstance(operation, OptimStep) else item, []).append(item)
         for group in together.values():
-            residents = [item.payload[0] for item in group]
-            self.pool.acquire(*residents)
+            here = [item for item in group if self._brought(item)]
+            if not here:
+                continue
             try:
-                values = self._operate(group[0].payload[1], [resident.adapter for resident in residents])
+                values = self._operate(here[0].payload[1], [item.payload[0].adapter for item in here])
             except Exception as error:
-                logger.exception("%s of %d adapters failed", type(group[0].payload[1]).__name__, len(group))
-                values = [as_server_error(error, item) for item in group]
-            for item, resident, value in zip(group, residents, values, strict=True):
-                self.pool.release(resident)
-                self.scheduler.operation_done(item)
-                item.drop_payload()
-                item.future.fail(value) if isinstance(value, SpindleError) else item.future.settle(value)
+                logger.exception("%s of %d adapters failed", type(here[0].payload[1]).__name__, len(here))
+                values = [as_server_error(error, item) for item in here]
+            for item, value in zip(here, values, strict=True):
+                self._answer(item, value)
+
+    def _brought(self, item: Item) -> bool:
+        """Whether the operation's adapter is on its device now; otherwise the operation has failed, and no other."""
+        try:
+            self.pool.acquire(item.payload[0])
+            return True
+        except Exception as error:
+            logger.exception("adapter %s cannot be brought to its device", item.model_id)
+            self._answer(item, as_server_error(error, item))
+            return False
+
+    def _answer(self, item: Item, value: Any) -> None:
+        self.pool.release(item.payload[0])
+        self.scheduler.operation_done(item)
+        item.drop_payload()
+        item.future.fail(value) if isinstance(value, SpindleError) else item.future.settle(value)
 
     def _operate(self, operation: Any, adapters: list[Adapter]) -> list[Any]:
         match operation:
@@ -275,11 +293,11 @@ class Executor:
 def as_server_error(error: BaseException, item: Item) -> SpindleError:
     """Our own errors pass as they are; anything else becomes a ServerError that says what failed and that nothing was changed."""
     if isinstance(error, SpindleError):
-        return error
+        return without_frames(error)
     if isinstance(error, torch.OutOfMemoryError):
         return ServerError(f"out of memory on the device even with one sequence of seq_id {item.seq_id} at a time; send shorter sequences")
     failure = ServerError(
         f"{type(error).__name__} while running seq_id {item.seq_id} of {item.model_id}: {error}; the adapter is as it was before"
     )
-    failure.__cause__ = error
+    failure.__cause__ = without_frames(error)
     return failure

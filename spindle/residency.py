@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import threading
@@ -17,6 +18,8 @@ import torch
 from spindle.compute.adapter import Adapter
 
 __all__ = ["AdapterPool", "Resident"]
+
+logger = logging.getLogger("spindle")
 
 _BUFFERS = ("params", "exp_avg", "exp_avg_sq", "grads")
 
@@ -64,7 +67,8 @@ class AdapterPool:
 
     def remove(self, resident: Resident) -> None:
         with self._lock:
-            if self._order.pop(resident.model_id, None) is not None:
+            if self._order.get(resident.model_id) is resident:
+                del self._order[resident.model_id]
                 self.held[resident.place] -= resident.nbytes
                 if resident.place == "disk":
                     self._file(resident).unlink(missing_ok=True)
@@ -116,7 +120,11 @@ class AdapterPool:
             for resident in list(self._order.values()):
                 if resident.place == place and not resident.users:
                     to_host = place == "device" and resident.adapter.device.type != "cpu"
-                    self._move(resident, "host" if to_host else "disk")
+                    try:
+                        self._move(resident, "host" if to_host else "disk")
+                    except OSError as error:  # it stays where it is, whole: over the budget, but nobody's request fails for it
+                        logger.warning("adapter %s cannot be paged out: %s", resident.model_id, error)
+                        break
                     if self.held[place] <= budget:
                         break
 
@@ -147,11 +155,15 @@ class AdapterPool:
         adapter, path = resident.adapter, self._file(resident)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
-            for name in _BUFFERS:
-                buffer = getattr(adapter, name)
-                if buffer is not None:
-                    file.write(buffer.cpu().numpy().data)
+        try:
+            with open(temporary, "wb") as file:
+                for name in _BUFFERS:
+                    buffer = getattr(adapter, name)
+                    if buffer is not None:
+                        file.write(buffer.cpu().numpy().data)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         os.replace(temporary, path)
         adapter.drop_buffers()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -75,16 +74,20 @@ class LoraConfig:
     train_unembed: bool = True
 
 
+FLOAT32_MAX = 3.4e38  # the optimizers compute in float32
+MIN_EPS = 1e-37
+
+
 def _check_numbers(params: Any, **below: float) -> None:
-    """Every field is a finite number from 0 up, below its bound in ``below``. Raises UserError naming the field."""
+    """Every field is a number from 0 up that fits float32, below its bound in ``below``. Raises UserError naming the field."""
     for item in fields(params):
         value = getattr(params, item.name)
         if value is None and item.default is None:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        bound = below.get(item.name, math.inf)
-        if not number or not 0.0 <= value < bound or not math.isfinite(value):
-            allowed = "a finite number, 0 or more" if bound == math.inf else f"a number from 0 up, below {bound:g}"
+        bound = below.get(item.name, FLOAT32_MAX)
+        if not number or not 0.0 <= value < bound:
+            allowed = "a finite number, 0 or more" if bound == FLOAT32_MAX else f"a number from 0 up, below {bound:g}"
             raise UserError(f"{item.name}: got {value!r}; allowed is {allowed}")
 
 
@@ -101,6 +104,8 @@ class AdamParams:
 
     def __post_init__(self) -> None:
         _check_numbers(self, beta1=1.0, beta2=1.0)
+        if self.eps < MIN_EPS:
+            raise UserError(f"eps: got {self.eps!r}; allowed is {MIN_EPS:g} or more: below, float32 makes 0/0 of a gradient that is zero")
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class DimuonParams:
     rank_lr_correction_exponent: float | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, beta1=1.0)
+        _check_numbers(self, beta1=1.0, rank_lr_correction_exponent=8.0)
 
 
 @dataclass(frozen=True)

@@ -475,3 +475,61 @@ def test_a_prefetched_micro_batch_is_overtaken_by_another_client(model, monkeypa
         go.release(10)
         quick.result(60), long.result(60)
         assert ran.index(small.model_id) == 1, ran
+
+
+def test_optimizer_settings_of_the_wrong_type_fail_alone(engine):
+    adapter, other = engine.create_adapter(rank=4, seed=1), engine.create_adapter(rank=4, seed=1)
+    with pytest.raises(InvalidRequest, match="optim_step: got dict for an adapter created with the adamw optimizer"):
+        adapter.optim_step({"learning_rate": 1e-3}).result(30)
+    assert adapter.forward([datum(4)]).result(30).loss == other.forward([datum(4)]).result(30).loss
+
+
+def test_a_flood_of_samples_does_not_hold_up_training(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    samples = [engine.sample(None, [3, 4, 5], spindle.SamplingParams(max_tokens=400)) for _ in range(300)]
+    adapter.forward_backward([datum(8)]).result(30)
+    assert not any(sample.done() for sample in samples)
+    for sample in samples:
+        sample.cancel()
+
+
+def test_failed_requests_keep_nothing_of_themselves(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    bodies = [body(adapter.model_id, seq, [datum(40, weights=np.ones(3, np.float32))]) for seq in range(1, 101)]
+    futures = [engine.submit(one) for one in bodies]
+    for future in futures:
+        error = future.exception(30)
+        assert isinstance(error, InvalidRequest)
+        assert error.__traceback__ is None and (error.__context__ is None or error.__context__.__traceback__ is None)
+    assert len(engine.scheduler._queues[adapter.model_id]._first) <= 17
+
+
+def test_a_callback_of_a_given_up_request_may_submit_the_next(model):
+    with spindle.Engine(model, scheduler=SchedulerConfig(gap_timeout_s=0.05)) as engine:
+        adapter = engine.create_adapter(rank=4, seed=1)
+        following = []
+        done = threading.Event()
+
+        def resubmit(_):
+            following.append(engine.submit(body(adapter.model_id, 4, [datum(4)])))
+            done.set()
+
+        engine.submit(body(adapter.model_id, 3, [datum(4)])).add_done_callback(resubmit)
+        assert done.wait(30)
+        assert len(following[0].result(30)) > 0
+
+
+def test_after_close_the_errors_of_submit_still_come_through_the_future(model):
+    engine = spindle.Engine(model)
+    adapter = engine.create_adapter(rank=4, seed=1)
+    bad = body(adapter.model_id, 1, [datum(4, weights=np.ones(3, np.float32))])
+    engine.scheduler.close()
+    with pytest.raises(EngineClosed):
+        engine.submit(bad).result(30)
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1, 1.5, "x"])
+def test_seeds_that_no_generator_takes_are_refused(engine, seed):
+    with pytest.raises(UserError, match=r"seed: got .*; allowed is a whole number of 64 bits"):
+        engine.create_adapter(rank=4, seed=seed)

@@ -8,6 +8,7 @@ import spindle
 from spindle import AdamParams
 from spindle.compute.adapter import Adapter
 from spindle.compute.model import BaseModel
+from spindle.errors import ServerError
 from spindle.residency import AdapterPool, Resident
 from spindle.types import LoraConfig
 from tests.test_engine import datum
@@ -79,3 +80,28 @@ def test_training_under_a_budget_for_one_equals_training_without(model):
     for ours, theirs in zip(*ends, strict=True):
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     assert np.isfinite(ends[0][0][0].numpy()).all()
+
+
+def test_a_full_disk_keeps_adapters_in_memory_and_fails_nobody(model, monkeypatch):
+    with spindle.Engine(model, adapter_device_bytes=1) as engine:
+        adapters = [engine.create_adapter(rank=4, seed=i) for i in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr("spindle.residency.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            for adapter in adapters * 2:
+                assert adapter.forward_backward([datum(4)]).result(30).loss > 0
+                assert adapter.optim_step(AdamParams()).result(30).metrics["grad_norm"] > 0
+        adapters[0].forward([datum(4)]).result(30)
+        assert engine.stats()["adapters"]["disk"] >= 1
+
+
+def test_an_adapter_that_cannot_be_read_back_fails_alone(model, monkeypatch):
+    with spindle.Engine(model, adapter_device_bytes=1) as engine:
+        lost, well = (engine.create_adapter(rank=4, seed=i) for i in range(2))
+        well.forward([datum(4)]).result(30)
+        assert engine.resident(lost.model_id).place == "disk"
+        with monkeypatch.context() as patch:
+            patch.setattr("spindle.residency.np.fromfile", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            with pytest.raises(ServerError, match="Input/output error; the adapter is as it was before"):
+                lost.optim_step(AdamParams()).result(30)
+        assert well.optim_step(AdamParams()).result(30).metrics["grad_norm"] == 0
+        assert lost.optim_step(AdamParams()).result(30).metrics["grad_norm"] == 0

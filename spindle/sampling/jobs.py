@@ -95,6 +95,10 @@ class Waiting:
             queue.appendleft(job)
             self._queues = {session: queue} | self._queues
 
+    def numbers(self) -> set[int]:
+        """Of the requests that have jobs here."""
+        return {job.live.number for queue in self._queues.values() for job in queue}
+
     def drop(self, numbers: set[int]) -> None:
         """Forget the jobs of those requests."""
         kept = ((s, deque(job for job in queue if job.live.number not in numbers)) for s, queue in self._queues.items())

@@ -88,7 +88,10 @@ class Sampler:
         future, number = Future() if future is None else future, next(self._numbers)
         cancelled = self._cancelled
         future.add_done_callback(lambda done: cancelled.append(number) if done.cancelled() else None)
-        self._inbox.append(Live(number, checked, future, [None] * request.num_samples, request.num_samples))
+        live = Live(number, checked, future, [None] * request.num_samples, request.num_samples)
+        self._inbox.append(live)
+        if self._closed:  # meanwhile: nobody may look into the inbox any more
+            live.fail(EngineClosed("the sampler is closed"))
         return future
 
     def has_work(self) -> bool:
@@ -143,6 +146,7 @@ class Sampler:
 
     def _fail_started(self, error: SpindleError) -> None:
         started = {owner.number for owner in self._slots.owner if owner is not None} | {job.live.number for job in self._prefilling}
+        started |= self._live.keys() - self._waiting.numbers()  # on their way from one place to the other
         self._waiting.drop(started)
         self._prefilling, self._slots, self._banks, self._order = [], Slots(), {}, None
         for number in started & self._live.keys():

@@ -13,7 +13,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from spindle.errors import EngineClosed, NotFound, Overloaded, SpindleError
+from spindle.errors import EngineClosed, InvalidRequest, NotFound, Overloaded, SpindleError
 from spindle.future import Future
 from spindle.scheduler.fairness import Client, Rings
 from spindle.scheduler.items import Block, Item, Kind
@@ -136,6 +136,7 @@ class Scheduler:
             self._requests += 1
             if item.kind is Kind.SKIP:
                 self._release(item)
+                queue.forget_answered()
             if queue.gap_deadline is not None and queue.gap_deadline != had_gap:
                 self._gaps.append((queue.gap_deadline, queue))
                 self._work_ready[0].notify()  # device 0 keeps the clock of the gaps
@@ -149,6 +150,7 @@ class Scheduler:
             self._release(item)
             if item.queue.operation is item:
                 item.queue.operation = None
+            item.queue.forget_answered()
             self._advance(item.queue)
 
     def check_room(self, model_id: str, nbytes: int) -> None:
@@ -176,21 +178,23 @@ class Scheduler:
         """What ``device`` does next; waits for work. None when the timeout passed or the scheduler is closed and drained; empty
         work when ``wake`` was called."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._lock:
-            while True:
+        while True:
+            with self._lock:
                 now = time.monotonic()
-                if self._gaps and self._gaps[0][0] <= now:
-                    self._expire_gaps(now)
-                work = self._take(device)
-                if work is not None:
-                    return work
-                if self._woken[device]:
-                    self._woken[device] = False
-                    return Work()
-                if self._closed or (deadline is not None and now >= deadline):
-                    return None
-                waits = [t for t in (deadline, self._gaps[0][0] if self._gaps and device == 0 else None) if t is not None]
-                self._work_ready[device].wait(max(0.0, min(waits) - now) if waits else None)
+                doomed = self._expire_gaps(now)
+                if not doomed:
+                    work = self._take(device)
+                    if work is not None:
+                        return work
+                    if self._woken[device]:
+                        self._woken[device] = False
+                        return Work()
+                    if self._closed or (deadline is not None and now >= deadline):
+                        return None
+                    waits = [t for t in (deadline, self._gaps[0][0] if self._gaps and device == 0 else None) if t is not None]
+                    self._work_ready[device].wait(max(0.0, min(waits) - now) if waits else None)
+            for item, error in doomed:
+                item.future.fail(error)
 
     def other_work(self, device: int, but: Set[str]) -> Work | None:
         """What ``device`` could do for clients other than ``but``, operations first; does not wait."""
@@ -348,13 +352,18 @@ class Scheduler:
             for device in devices:
                 self._work_ready[device].notify()
 
-    def _expire_gaps(self, now: float) -> None:
+    def _expire_gaps(self, now: float) -> list[tuple[Item, InvalidRequest]]:
+        """Give up gaps whose time is over. The errors are for the caller to hand out, once the lock is free: callbacks may come back."""
+        doomed: list[tuple[Item, InvalidRequest]] = []
         while self._gaps and self._gaps[0][0] <= now:
             deadline, queue = self._gaps.popleft()
             if queue.gap_deadline == deadline and not queue.closed:
-                for item in queue.give_up_gap():
+                for item, error in queue.give_up_gap():
+                    item.failed = True
                     self._release(item)
+                    doomed.append((item, error))
                 self._advance(queue)
+        return doomed
 
     # --- end ------------------------------------------------------------------------------------------------------
 

@@ -71,25 +71,26 @@ class AdapterQueue:
         if item.kind is not Kind.SKIP:
             self.ready.append(item)
 
-    def give_up_gap(self) -> list[Item]:
-        """Fail everything behind the gap: returns the items, in order, and moves the order past them."""
+    def give_up_gap(self) -> list[tuple[Item, InvalidRequest]]:
+        """Give up everything behind the gap: returns the items, in order, with their errors, and moves the order past them."""
         items = [self.held[seq] for seq in sorted(self.held)]
         last = items[-1].seq_id
         self.given_up.extend(seq for seq in range(self.next_seq, min(last, self.next_seq + 4 * self.max_held)) if seq not in self.held)
         missing, self.next_seq = self.next_seq, last + 1
         self.held.clear()
         self.gap_deadline = None
-        for item in items:
-            if item.kind is not Kind.SKIP:
-                item.future.fail(
-                    InvalidRequest(
-                        f"seq_id {item.seq_id} of {self.model_id} waited {self.gap_timeout_s:g} s for seq_id {missing}, which never came; "
-                        f"send seq_ids without gaps from 1",
-                        self.model_id,
-                        item.seq_id,
-                    )
-                )
-        return items
+        return [
+            (
+                item,
+                InvalidRequest(
+                    f"seq_id {item.seq_id} of {self.model_id} waited {self.gap_timeout_s:g} s for seq_id {missing}, which never came; "
+                    f"send seq_ids without gaps from 1",
+                    self.model_id,
+                    item.seq_id,
+                ),
+            )
+            for item in items
+        ]
 
     def forget_answered(self) -> None:
         """Drop the oldest answered repeats beyond REPLAYS_KEPT."""
