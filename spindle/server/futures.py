@@ -21,6 +21,10 @@ from spindle.server.settings import ServerSettings
 __all__ = ["Answer", "Entry", "Gone", "Registry", "acknowledge"]
 
 
+_OVER: concurrent.futures.Future = concurrent.futures.Future()  # stands for the future of whatever is answered
+_OVER.set_result(None)
+
+
 class Gone(SpindleError):
     """The answer was kept for a while and is not any more: the client must send its request again."""
 
@@ -77,6 +81,11 @@ class Registry:
     def pending(self) -> int:
         return len(self._entries) - len(self._unread) - len(self._read)
 
+    def check_room(self) -> None:
+        """Raises Overloaded when no more may wait: to be asked before a request takes a place that a repeat of it would need."""
+        if self.pending >= self.settings.max_pending_futures:
+            raise Overloaded(f"{self.pending} requests wait for their answers, as many as this server allows; try again later")
+
     def repeat(self, request_id: str, owner: str, digest: bytes | None) -> Entry | None:
         """The entry of an earlier request with this id and the same content. Raises Conflict for other content."""
         entry = self._entries.get(request_id)
@@ -104,9 +113,11 @@ class Registry:
         **ack: Any,
     ) -> Entry:
         """Register a future. ``answer`` makes the bytes from its result, in the thread that completes it."""
-        if self.pending >= self.settings.max_pending_futures:
+        try:
+            self.check_room()
+        except Overloaded:
             future.cancel()
-            raise Overloaded(f"{self.pending} requests wait for their answers, as many as this server allows; try again later")
+            raise
         acknowledgement = encode_json({"request_id": request_id, **ack})
         entry = Entry(request_id, owner, scope, digest, acknowledgement, future, kind, on_settled=on_settled)
         self._forget(self._entries.get(request_id))
@@ -135,6 +146,8 @@ class Registry:
             if not waiter.done():
                 waiter.set_result(None)
         entry.waiters.clear()
+        if entry.kind != "forward_backward":  # whose repeats are known by their future; any other one would keep its result alive, uncounted
+            entry.future = _OVER
         if self._entries.get(entry.request_id) is entry:
             self._unread[entry.request_id] = entry
             self.kept_bytes += answer.nbytes
@@ -178,7 +191,8 @@ class Registry:
                 async with asyncio.timeout(timeout_s):
                     await waiter
             except TimeoutError:
-                entry.waiters.remove(waiter)
+                if waiter in entry.waiters:  # else an answer came in the same turn of the loop
+                    entry.waiters.remove(waiter)
         return entry.answer
 
     def release_polls(self) -> None:

@@ -13,7 +13,7 @@ from spindle.errors import InvalidRequest, NotFound
 __all__ = ["LiveModel", "LiveSampler", "LiveSession", "Published", "Weights"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Weights:
     """What a sampler samples from. Snapshots share one of these when they are in flight: publishing again moves them all.
 
@@ -40,6 +40,9 @@ class LiveModel:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=500))  # per token, of each forward_backward
 
 
+MAX_POLLED, MAX_UNPOLLED = 100_000, 4_096  # completions kept per sampling client
+
+
 @dataclass(slots=True)
 class Completion:
     cursor: int
@@ -50,17 +53,20 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """Completions of one sampling client, for retrieve_futures. Seen ones are trimmed; the oldest go past ``MAX_KEPT``."""
+    """Completions of one sampling client, for retrieve_futures. Seen ones are trimmed; the oldest go past a bound.
 
-    MAX_KEPT = 100_000
+    Most clients never ask: until one does, only the newest few are kept.
+    """
+
     completions: deque[Completion] = field(default_factory=deque)
     cursor: int = 0
     waiters: list[asyncio.Future] = field(default_factory=list)
+    polled: bool = False
 
     def add(self, request_id: str, failed: bool, nbytes: int) -> None:
         self.cursor += 1
         self.completions.append(Completion(self.cursor, request_id, failed, nbytes))
-        if len(self.completions) > self.MAX_KEPT:
+        if len(self.completions) > (MAX_POLLED if self.polled else MAX_UNPOLLED):
             self.completions.popleft()
         self.wake()
 
@@ -71,6 +77,7 @@ class Channel:
         self.waiters.clear()
 
     def after(self, cursor: int) -> list[Completion]:
+        self.polled = True
         while self.completions and self.completions[0].cursor <= cursor:
             self.completions.popleft()
         return list(self.completions)
@@ -83,7 +90,8 @@ class Channel:
             async with asyncio.timeout(timeout_s):
                 await waiter
         except TimeoutError:
-            self.waiters.remove(waiter)
+            if waiter in self.waiters:  # else a completion came in the same turn of the loop
+                self.waiters.remove(waiter)
 
 
 @dataclass(slots=True, eq=False)

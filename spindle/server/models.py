@@ -95,6 +95,7 @@ def begin_model(
     digest = hashlib.blake2b(body, digest_size=16).digest()
     entry = server.futures.repeat(request_id, call.owner, digest)
     if entry is None:
+        server.futures.check_room()
         if server.catalogue.run(model_id) is not None:
             raise InvalidRequest(f"model_seq_id {model_seq_id} was used before in session {session.session_id}: give each model its own")
         future: Future[Any] = Future()
@@ -136,9 +137,13 @@ async def _make(
             "train_attn": handle.lora.train_attn,
             "train_unembed": handle.lora.train_unembed,
         }
-        server.add_model(
-            session, RunRow(model_id, session.session_id, session.owner, now, now, base_model, lora, optimizer_config, user_metadata)
-        )
+        try:
+            server.add_model(
+                session, RunRow(model_id, session.session_id, session.owner, now, now, base_model, lora, optimizer_config, user_metadata)
+            )
+        except BaseException:  # the catalogue's disk is full: nobody would ever free the adapter
+            server.engine.unload(model_id)
+            raise
         future.settle(model_id)
     except BaseException as error:
         future.fail(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy as np
 from spindle import codec
 from spindle.errors import InvalidRequest
 from spindle.server.bodies import Strict, decode
-from spindle.server.ordered import Address
+from spindle.server.ordered import Address, checked_seq_id
 from spindle.types import Datum, TensorData
 
 __all__ = ["JsonTensor", "Prompt", "training_body"]
@@ -49,15 +50,18 @@ class JsonTensor(Strict):
     def value(self, name: str) -> TensorData:
         if self.dtype not in ("float32", "int64"):
             raise InvalidRequest(f"{name}: dtype is {self.dtype[:100]!r}, allowed: float32, int64")
+        if self.shape and (len(self.shape) > 2 or not all(0 <= size < 1 << 31 for size in self.shape)):
+            raise InvalidRequest(f"{name}: shape is {self.shape[:8]}, allowed: one or two sizes, 0 or more and under 2**31")
         try:
-            data = np.array(self.data, dtype=self.dtype)
+            with np.errstate(over="ignore"):  # what does not fit float32 becomes inf, which is refused where it is read
+                data = np.array(self.data, dtype=self.dtype)
         except (OverflowError, ValueError, TypeError):
             raise InvalidRequest(f"{name}: a value does not fit {self.dtype}") from None
         if self.dtype == "int64" and any(isinstance(value, float) for value in self.data):
             raise InvalidRequest(f"{name}: dtype is int64 but the data holds fractions")
         if self.sparse_crow_indices is None and self.sparse_col_indices is None:
             shape = self.shape or [data.size]
-            if int(np.prod(shape)) != data.size or min(shape, default=1) < 0:
+            if math.prod(shape) != data.size:
                 raise InvalidRequest(f"{name}: {data.size} values do not fill the shape {shape}")
             return TensorData(data.reshape(shape))
         if self.sparse_crow_indices is None or self.sparse_col_indices is None or self.shape is None:
@@ -90,6 +94,8 @@ class JsonRequest(msgspec.Struct):
 def training_body(body: bytes, forward_only: bool) -> bytes:
     """The protobuf twin of a JSON body. Raises MalformedBody, or InvalidRequest carrying model_id and seq_id when it names them."""
     address = decode(Address, body)
+    if address.seq_id is not None:
+        checked_seq_id(address.seq_id)
     try:
         request = decode(JsonRequest, body)
         given: Any = request.forward_input or request.forward_backward_input

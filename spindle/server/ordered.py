@@ -57,6 +57,7 @@ async def submit_in_order(
     entry = server.futures.repeat(request_id, call.owner, digest)
     if entry is not None:
         return entry
+    server.futures.check_room()
     future: Future[Any]
     try:
         request = decode(kind, body)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import uuid
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -123,7 +123,7 @@ class StatusQuery(msgspec.Struct):
 
 
 class Cursor(msgspec.Struct):
-    last_created_at: datetime.datetime
+    last_created_at: Annotated[datetime.datetime, msgspec.Meta(tz=True)]
     last_session_id: str
 
 

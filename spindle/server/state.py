@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sqlite3
+import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +52,8 @@ class Server:
         self.io = ThreadPoolExecutor(settings.io_threads, thread_name_prefix="spindle-store")
         self.scanners = ThreadPoolExecutor(settings.scan_threads, thread_name_prefix="spindle-scan")
         self.futures: Registry
+        self._opened: weakref.WeakValueDictionary[str, Weights] = weakref.WeakValueDictionary()  # by directory: files never change
+        self._recent: deque[Weights] = deque(maxlen=4)  # kept for requests that name a path and open no session
         self._expiry: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task] = set()
 
@@ -116,8 +121,8 @@ class Server:
     def _expire_session(self, session: LiveSession) -> None:
         log.info("session %s had no heartbeat for %g s: freeing its adapters", session.session_id, self.settings.session_timeout_s)
         detail = f"no heartbeat for {self.settings.session_timeout_s:g} s"
-        self.catalogue.finish_session(session.session_id, "expired", detail)
         self.free_session(session)
+        self.catalogue.finish_session(session.session_id, "expired", detail)
 
     def free_session(self, session: LiveSession) -> None:
         session.close()
@@ -160,12 +165,15 @@ class Server:
             return
         if session := self.sessions.get(model.session_id):
             session.models.discard(model_id)
-        self.catalogue.touch_run(model_id, model.last_request_at)
         self.published.release(model_id)
         try:
             self.engine.unload(model_id)
         except NotFound:
             pass
+        try:
+            self.catalogue.touch_run(model_id, model.last_request_at)
+        except sqlite3.Error as error:
+            log.error("the last request of %s is not written down: %s", model_id, error)
 
     # checkpoints
 
@@ -196,6 +204,8 @@ class Server:
     # samplers
 
     def add_sampler(self, session: LiveSession, row: SamplerRow, weights: Weights) -> LiveSampler:
+        if self.sessions.get(session.session_id) is not session:  # it ended while the weights were read
+            raise Gone(f"session {session.session_id} is over: create a new one")
         sampler = LiveSampler(row.sampler_id, session.session_id, row.owner, row.base_model, row.model_path, weights)
         self.catalogue.add_sampler(row)
         self.samplers[row.sampler_id] = sampler
@@ -223,8 +233,12 @@ class Server:
         row = self.readable(model_path, owner, token)
         if row.kind == "external_weights":
             raise InvalidRequest(f"{row.path} is an external export: sample from weights or sampler_weights")
-        snapshot = await self.loop.run_in_executor(self.io, self.engine.open_snapshot, self.catalogue.files(row))
-        return Weights(snapshot, nbytes=row.size_bytes)
+        weights = self._opened.get(row.directory)
+        if weights is None:
+            snapshot = await self.loop.run_in_executor(self.io, self.engine.open_snapshot, self.catalogue.files(row))
+            weights = self._opened[row.directory] = Weights(snapshot, nbytes=row.size_bytes)
+        self._recent.append(weights)
+        return weights
 
     def settled(self, sampler: LiveSampler, clone: int, entry: Entry) -> None:
         """Tell whoever polls this sampling client's completions."""

@@ -49,6 +49,7 @@ async def forward(call: Call) -> Response:
 async def train(call: Call, nbytes: int, scan: Callable[[], Any]) -> Response:
     """Scan, queue, answer with the future. Small bodies are scanned here, the others in a thread (without the GIL)."""
     server = call.server
+    server.futures.check_room()
     try:
         request = scan() if nbytes < server.settings.inline_scan_bytes else await server.loop.run_in_executor(server.scanners, scan)
     except InvalidRequest as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from spindle.errors import InvalidRequest
+from spindle.errors import InvalidRequest, NotFound
 from spindle.operations import LoadState, Publish, SaveState
 from spindle.server.answers import encode_json
 from spindle.server.bodies import Strict, decode
@@ -253,7 +253,12 @@ async def copy(call: Call) -> Any:
     else:
         run_id = f"copy-{os.urandom(8).hex()}" if not key else "copy-" + _name_of(call.owner, key)
     path = TinkerPath(run_id, source.kind, source.name)
-    if server.catalogue.run(run_id) is None:
+    if server.catalogue.run(run_id) is not None:
+        try:
+            server.catalogue.checkpoint(path)
+        except NotFound:
+            raise InvalidRequest(f"run {run_id} exists already and holds no {path.checkpoint_id}: give each copy its own number") from None
+    else:
         run = server.catalogue.run(source.run_id)
         now = server.catalogue.clock()
         lora, optimizer = (run.lora, run.optimizer) if run else ({}, ADAMW)

@@ -160,6 +160,17 @@ def test_named_sampler_weights_score_as_the_trainer_does(service, training):
     assert scored[1:] == pytest.approx(trainer.loss_fn_outputs[0]["logprobs"].to_numpy().tolist(), abs=1e-4)
 
 
+def test_weights_of_one_path_are_read_once(service, training, engine, monkeypatch):
+    path = training.save_weights_for_sampler("shared").result().path
+    opened = []
+    read = engine.open_snapshot
+    monkeypatch.setattr(engine, "open_snapshot", lambda files: opened.append(files) or read(files))
+    for _ in range(3):
+        sampler = service.create_sampling_client(model_path=path).result()
+        assert len(sampler.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=1)).result().sequences) == 1
+    assert len(opened) == 1
+
+
 def test_inflight_samplers_move_to_the_newest_weights(training):
     prompt = datum(12).model_input
     first = training.save_weights_and_get_sampling_client(kind="inflight").result()
