@@ -117,7 +117,7 @@ class Peft:
         for start in range(0, len(data), size):
             part = data[start : start + size]
             longest = max(len(t) for t, _, _ in part)
-            pad = lambda xs: torch.from_numpy(np.stack([np.pad(x, (0, longest - len(x))) for x in xs]))  # noqa: B023, E731
+            pad = lambda xs: torch.from_numpy(np.stack([np.pad(x, (0, longest - len(x))) for x in xs])).to(self.model.device)  # noqa: B023, E731
             tokens, targets, weights = (pad([row[i] for row in part]) for i in range(3))
             mask = pad([np.ones(len(t), np.int64) for t, _, _ in part])
             logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
