@@ -26,7 +26,7 @@ from spindle.executor import Executor, ForwardBackwardResult, Training
 from spindle.future import Future, failed
 from spindle.handle import AdapterHandle
 from spindle.io_loop import IoLoop
-from spindle.operations import LoadState, Operation, OptimStep, SaveState
+from spindle.operations import LoadState, Operation, OptimStep, Publish, SaveState
 from spindle.residency import AdapterPool, Resident
 from spindle.sampled import recorded_logprobs
 from spindle.sampling import SampleRecords, SampleRequest, make_sampler
@@ -313,7 +313,9 @@ class Engine:
         kind = Kind.IO if isinstance(operation, SaveState | LoadState) else Kind.DEVICE
         if fingerprint is None:
             fingerprint = hashlib.blake2b(repr(operation).encode(), digest_size=16).digest()
-        return self.scheduler.put(Item(model_id, seq_id, kind, Future(), payload=(resident, operation), fingerprint=fingerprint))
+        item = Item(model_id, seq_id, kind, Future(), payload=(resident, operation), fingerprint=fingerprint)
+        item.heavy = isinstance(operation, Publish)
+        return self.scheduler.put(item)
 
     def reject(self, model_id: str, seq_id: int, error: SpindleError) -> Future[Any]:
         """A request that cannot run takes its place in the order, so that those after it do. Returns the failed future."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from spindle.codec import wire_pb2 as wire
 from spindle.codec.arrays import _datum
+from spindle.errors import InvalidRequest
 from spindle.types import Datum, ForwardBackwardOutput, SampleOutput, TensorData
 
 __all__ = ["decode_forward_backward", "encode_request", "encode_sample_response"]
@@ -36,6 +37,8 @@ def encode_request(
     for index, datum in enumerate(datums):
         tokens, inputs = _datum(index, datum)
         message = request.data.add()
+        if tokens.size and not -(1 << 31) <= tokens.min() <= tokens.max() < 1 << 31:
+            raise InvalidRequest(f"datum {index}: tokens hold an id that does not fit 32 bits")
         message.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
         for name, data, crow, col, shape in inputs:
             _write_tensor(message.loss_fn_inputs[name], TensorData(data, shape, crow, col))

@@ -28,7 +28,7 @@ class AdapterWeights:
     params: flat [P]. matrices: target path -> (A, B), views into params.
     """
 
-    __slots__ = ("layout", "matrices", "params")
+    __slots__ = ("__weakref__", "layout", "matrices", "params")
 
     def __init__(self, layout: AdapterLayout, params: torch.Tensor) -> None:
         self.layout = layout

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    snapshot: object  # held, so that its id is not given to another
+    snapshot: Callable[[], object]  # None once it is gone: then nobody can ask for the entry, and its id may be another's
     tokens: np.ndarray  # [n] int64
     kv: PromptKV
     digests: list[tuple[Hashable, bytes]]
@@ -40,6 +41,7 @@ class PrefixStore:
         self._nbytes = 0
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._index: dict[tuple[Hashable, bytes], _Entry] = {}
+        self._gone: list[object] = []  # the references of entries whose snapshot is gone
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +54,7 @@ class PrefixStore:
         """The entry that shares the longest prefix with ``tokens`` under the same snapshot, and how much of it, up to ``limit`` tokens."""
         for digest in reversed(list(_digests(snapshot, tokens[:limit]))):
             entry = self._index.get(digest)
-            if entry is not None:
+            if entry is not None and entry.snapshot() is snapshot:
                 shared = min(common_prefix(entry.tokens, tokens), limit)
                 if shared >= BLOCK:
                     self._entries.move_to_end(id(entry))
@@ -61,9 +63,11 @@ class PrefixStore:
 
     def put(self, snapshot: object, tokens: np.ndarray, kv: PromptKV) -> None:
         """Keep a prompt. Entries that are a prefix of it go; kv must not change any more."""
+        self._drop_gone()
         if len(tokens) < BLOCK or kv.nbytes > self.max_bytes:
             return
-        entry = _Entry(snapshot, tokens, kv, list(_digests(snapshot, tokens)))
+        alive = (lambda: None) if snapshot is None else weakref.ref(snapshot, self._gone.append)
+        entry = _Entry(alive, tokens, kv, list(_digests(snapshot, tokens)))
         longest = self._index.get(entry.digests[-1])
         if longest is not None and common_prefix(longest.tokens, tokens) == len(tokens):
             self._entries.move_to_end(id(longest))
@@ -84,8 +88,16 @@ class PrefixStore:
 
     def forget(self, snapshot: object) -> None:
         """Drop what belongs to a snapshot."""
-        for entry in [e for e in self._entries.values() if e.snapshot is snapshot]:
+        for entry in [e for e in self._entries.values() if e.snapshot() is snapshot]:
             self._remove(entry)
+
+    def _drop_gone(self) -> None:
+        """Drop what belongs to snapshots that nobody holds any more."""
+        if self._gone:
+            gone = set(map(id, self._gone))
+            self._gone.clear()
+            for entry in [e for e in self._entries.values() if id(e.snapshot) in gone]:
+                self._remove(entry)
 
     def _remove(self, entry: _Entry) -> None:
         del self._entries[id(entry)]

@@ -39,6 +39,7 @@ class Item:
     blocks_running: int = 0  # handed out and not yet completed
     started: bool = False
     failed: bool = False
+    heavy: bool = False  # its answer holds memory: of those only the newest is kept for repeats
     queue: Any = None  # its AdapterQueue, and the client in whose account it counts: the scheduler's own
     account: Any = None
     result: Any = None  # the executor's running result

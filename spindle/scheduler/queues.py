@@ -32,6 +32,7 @@ class AdapterQueue:
         self.given_up: deque[int] = deque(maxlen=4096)  # seq_ids that came too late, for their error text
         self.closed = False
         self._first: OrderedDict[int, Item] = OrderedDict()  # seq_id -> first item with it
+        self._heavy: deque[Item] = deque()  # the heavy ones of those
 
     def repeat_of(self, item: Item) -> Future | None:
         """The future of the first request with this seq_id, or None when this is the first. Raises Conflict for other content."""
@@ -56,6 +57,8 @@ class AdapterQueue:
         if item.seq_id > self.next_seq and len(self.held) >= self.max_held:
             raise Overloaded(f"{len(self.held)} requests of {self.model_id} wait for seq_id {self.next_seq}; at most {self.max_held} may")
         self._first[item.seq_id] = item
+        if item.heavy:
+            self._heavy.append(item)
         if item.seq_id == self.next_seq:
             self._append(item)
             while (following := self.held.pop(self.next_seq, None)) is not None:
@@ -93,7 +96,9 @@ class AdapterQueue:
         ]
 
     def forget_answered(self) -> None:
-        """Drop the oldest answered repeats beyond REPLAYS_KEPT."""
+        """Drop the oldest answered repeats beyond REPLAYS_KEPT, and heavy ones that a later heavy one followed."""
+        while len(self._heavy) > 1 and self._heavy[0].future.done():
+            self._first.pop(self._heavy.popleft().seq_id, None)
         while len(self._first) > REPLAYS_KEPT:
             seq, item = next(iter(self._first.items()))
             if not item.future.done():

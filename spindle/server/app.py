@@ -46,15 +46,14 @@ def create_app(
     name: str | None = None,
     aliases: Iterable[str] = (),
     settings: ServerSettings | None = None,
-    host: str = "127.0.0.1",
 ) -> Starlette:
     """The Tinker REST API over ``engine``, with checkpoints and catalogue in the directory ``store``.
 
     api_keys: {owner: key}, or keys ("tml-…" or "owner=tml-…"); without any, every caller is the one owner "local".
-    name, aliases: what clients may ask for as base model. host: where it will listen, which decides what clients are told.
+    name, aliases: what clients may ask for as base model.
     Raises InvalidRequest when the store is in use or the keys are not usable.
     """
-    server = Server(engine, store, Keys(api_keys), settings or ServerSettings(), name, aliases, host)
+    server = Server(engine, store, Keys(api_keys), settings or ServerSettings(), name, aliases)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -16,7 +16,7 @@ OVERHEAD_BYTES = 4 << 20  # of a body beyond what the SDK counts: names, shapes,
 
 
 def client_config(settings: ServerSettings, host: str) -> dict[str, Any]:
-    """The SDK's flags for a server listening on ``host``. On loopback bytes are cheap and cycles are not: nothing is compressed."""
+    """The SDK's flags for a client at the address ``host``. On loopback bytes are cheap and cycles are not: nothing is compressed."""
     return {
         "pjwt_auth_enabled": False,
         "credential_default_source": "api_key",
@@ -33,6 +33,12 @@ def client_config(settings: ServerSettings, host: str) -> dict[str, Any]:
         "create_model_via_load_weights": True,
         "custom_loss_server_side": True,
     } | dict(settings.client_config)
+
+
+def client_address(call: Call) -> str:
+    """Where the client is; "" when a proxy stands between, for then it may be anywhere."""
+    headers, client = call.request.headers, call.request.client
+    return "" if client is None or "x-forwarded-for" in headers or "forwarded" in headers else client.host
 
 
 @routes.get("/healthz", public=True)
@@ -57,7 +63,7 @@ class ConfigRequest(msgspec.Struct):
 @routes.post("/client/config", public=True)
 async def config(call: Call) -> Any:
     await call.json(ConfigRequest)
-    return client_config(call.server.settings, call.server.host)
+    return client_config(call.server.settings, client_address(call))
 
 
 @routes.post("/client/dynamic_config", public=True)

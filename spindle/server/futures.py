@@ -146,7 +146,9 @@ class Registry:
             if not waiter.done():
                 waiter.set_result(None)
         entry.waiters.clear()
-        if entry.kind != "forward_backward":  # whose repeats are known by their future; any other one would keep its result alive, uncounted
+        if (
+            entry.kind != "forward_backward"
+        ):  # whose repeats are known by their future; any other one would keep its result alive, uncounted
             entry.future = _OVER
         if self._entries.get(entry.request_id) is entry:
             self._unread[entry.request_id] = entry

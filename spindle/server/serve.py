@@ -36,7 +36,7 @@ def _uvicorn(
     api_keys = api_keys if api_keys is None or isinstance(api_keys, Mapping) else list(api_keys)
     if not api_keys and not is_loopback(host):
         raise InvalidRequest(f"without an API key only this machine may connect: listen on 127.0.0.1 instead of {host}, or give a key")
-    app = create_app(engine, store, api_keys, name, aliases, settings, host)
+    app = create_app(engine, store, api_keys, name, aliases, settings)
     config = uvicorn.Config(
         app,
         host=host,

@@ -35,12 +35,10 @@ class Server:
         settings: ServerSettings,
         name: str | None,
         aliases: Iterable[str],
-        host: str,
     ) -> None:
         self.engine = engine
         self.keys = keys
         self.settings = settings
-        self.host = host
         self.name = name or engine.model_name
         self.names = [self.name, *(alias for alias in aliases if alias != self.name)]
         self.catalogue = Catalogue(store)

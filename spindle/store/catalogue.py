@@ -197,8 +197,12 @@ class Catalogue:
             if old is not None and not replace:
                 remove_directory(self.directory / row.directory)
                 raise InvalidRequest(f"checkpoint {row.path} exists already: choose another name, or overwrite it")
-            with self._durable():
-                self._insert("checkpoints", row, "INSERT OR REPLACE")
+            try:
+                with self._durable():
+                    self._insert("checkpoints", row, "INSERT OR REPLACE")
+            except sqlite3.Error:
+                remove_directory(self.directory / row.directory)
+                raise
             if old is not None:
                 remove_directory(self.directory / old.directory)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -108,3 +111,17 @@ def test_a_longer_prompt_takes_the_place_of_its_beginning(base):
     assert len(sampler._prefixes) == 1
     futures = [sampler.submit(request(prompt[:64], 2))]
     assert drain(sampler, futures)[0].prompt_cache_hit_tokens == 63
+
+
+def test_a_kept_prompt_does_not_keep_its_snapshot(base):
+    sampler = Sampler(base)
+    prompt = np.arange(2, 42)
+    snapshot = random_snapshot(base, 1)
+    run(sampler, request(prompt, 3, snapshot=snapshot))
+    held = sampler.stats()["prefix_bytes"]
+    gone = weakref.ref(snapshot)
+    del snapshot
+    gc.collect()
+    assert gone() is None and held > 0
+    run(sampler, request(prompt, 3))
+    assert sampler.stats()["prefix_bytes"] == held  # the base model's took its place

@@ -258,3 +258,88 @@ def test_heartbeats_are_quick_beside_many_parked_polls(engine, tmp_path):
         assert not bad, (len(bad), bad[0])
         for connection in parked:
             connection.close()
+
+
+def json_training(model: str, seq_id: int, tokens=(3, 4, 5), **target) -> dict:
+    tensor = {"data": [4, 5, 6], "dtype": "int64"} | target
+    datum = {"model_input": {"chunks": [{"tokens": list(tokens)}]}, "loss_fn_inputs": {"target_tokens": tensor}}
+    return {"model_id": model, "seq_id": seq_id, "forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [
+        ({"tokens": (3, 4, 2**32 + 5)}, "tokens hold an id that does not fit 32 bits"),
+        ({"data": [], "shape": [0, 2**70]}, "shape is [0, 1180591620717411303424], allowed: one or two sizes, 0 or more and under 2**31"),
+        ({"data": [], "shape": [2**16, 2**16]}, "0 values do not fill the shape [65536, 65536]"),
+        ({"shape": [-1, -3]}, "allowed: one or two sizes, 0 or more"),
+        ({"shape": [1] * 70}, "allowed: one or two sizes"),
+        ({"shape": [3, 2**70], "sparse_crow_indices": [0, 1, 2, 3], "sparse_col_indices": [0, 0, 0]}, "under 2**31"),
+    ],
+)
+def test_json_numbers_that_do_not_fit_are_refused_and_keep_their_place(wire, odd, text):
+    model = wire.model()
+    assert text in wire.failure(wire.ok("forward_backward", **json_training(model, 1, **odd)))
+    assert wire.result(wire.train(model, 2, [datum(4)])).loss > 0
+
+
+def test_a_seq_id_over_31_bits_is_refused(wire):
+    assert "seq_id is 1099511627776" in wire.refused("forward_backward", **json_training(wire.model(), 2**40))
+
+
+def test_targets_wider_than_the_wire_can_say_are_refused(wire):
+    target = {"data": [4, 5], "dtype": "int64", "shape": [2, 2**70], "sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 0]}
+    chunks = [{"tokens": [3, 4, 5]}]
+    text = wire.refused("asample", prompt={"chunks": chunks}, sampling_params={}, base_model=NAME, target_prompt_logprobs=target)
+    assert "target_prompt_logprobs: shape is" in text
+
+
+def test_a_seed_over_64_bits_is_the_clients_mistake(wire):
+    lora = {"rank": 4, "seed": 2**64}
+    ack = wire.ok("create_model", session_id=wire.session_id, model_seq_id=900, base_model=NAME, lora_config=lora)
+    assert "seed: got 18446744073709551616; allowed is a whole number of 64 bits" in wire.failure(ack)
+
+
+def test_a_search_cursor_without_a_time_zone_is_refused(wire):
+    text = wire.refused("sessions/search", cursor={"last_created_at": "2020-01-01T00:00:00", "last_session_id": "x"})
+    assert "timezone" in text
+
+
+def test_a_copy_into_a_run_that_holds_something_else_is_refused(wire):
+    model = wire.model()
+    path = wire.result(wire.ok("save_weights", model_id=model, seq_id=1, path="copied"))["path"]
+    other = int(wire.model().rpartition(":")[2])
+    text = wire.refused("copy_weights", source_path=path, session_id=wire.session_id, model_seq_id=other)
+    assert "exists already and holds no weights/copied" in text
+
+
+def test_a_full_table_of_futures_takes_no_place_in_the_order(engine, tmp_path):
+    with running(engine, store=tmp_path, name=NAME, settings=ServerSettings(max_pending_futures=2)) as url:
+        wire = Wire(url)
+        model = wire.model()
+        held = [wire.train(model, seq, [datum(4)]) for seq in (2, 3)]
+        response = wire.post("/optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}})
+        assert response.status_code == 429 and "2 requests wait for their answers" in response.json()["error"]
+        wire.post("/cancel_future", json={"request_id": held[1]["request_id"]})
+        assert "metrics" in wire.result(wire.step(model, 1))
+        assert wire.result(held[0]).loss > 0
+
+
+def test_published_weights_that_were_dropped_are_out_of_memory(engine, tmp_path):
+    import gc
+
+    from spindle.compute.adapter import AdapterWeights
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(one) is AdapterWeights for one in gc.get_objects())
+
+    with running(engine, store=tmp_path, name=NAME, settings=ServerSettings(max_snapshot_bytes=1)) as url:
+        wire = Wire(url)
+        model = wire.model()
+        before = alive()
+        for seq in range(1, 21):
+            ack = wire.ok("save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=seq)
+            sampler = wire.result(ack)["sampling_session_id"]
+            wire.sampled(wire.sample(list(range(2, 40)), None, sampling_session_id=sampler, seq_id=0))
+        assert alive() - before <= 3
