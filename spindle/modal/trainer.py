@@ -50,9 +50,8 @@ class Trainer:
         self.engine = make_engine()
         self.cold_start = {"engine_s": time.monotonic() - began}
         self.started_at = time.time()
-        # The host decides what clients are told: from afar they compress their bodies.
         settings = settings or ServerSettings()
-        self._app = create_app(self.engine, store, api_keys, name, settings=settings, host="0.0.0.0")
+        self._app = create_app(self.engine, store, api_keys, name, settings=settings)
         self.max_body_bytes = settings.max_body_bytes
         self._unsaved: set[str] = set()
         self._lifespan = contextlib.AsyncExitStack()

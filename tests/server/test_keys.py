@@ -114,6 +114,15 @@ def test_keys_must_look_like_keys():
     assert keys.owner("tml-none") is None
 
 
+def test_clients_are_told_what_suits_their_place(guarded):
+    url = f"{guarded}/api/v1/client/config"
+    near = httpx.post(url, json={"sdk_version": "0.38.0"}).json()
+    far = httpx.post(url, json={"sdk_version": "0.38.0"}, headers={"X-Forwarded-For": "203.0.113.9"}).json()
+    assert (near["proto_compress_fwdbwd"], far["proto_compress_fwdbwd"]) == (False, True)
+    assert near["fwdbwd_max_chunk_bytes_count"] == 60 << 20
+    assert far["fwdbwd_max_chunk_len"] == 4096
+
+
 def test_the_key_says_whose_it_is(ann):
     assert ann.get("/auth/apikey/me").json()["name"] == "ann"
     assert "takes API keys as they are" in ann.refused("auth/token")
