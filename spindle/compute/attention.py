@@ -8,7 +8,8 @@ one length, as a batch) is a problem of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from spindle.errors import ServerError
 
-try:
+varlen_attn: Any = None  # older torch: SDPA per run of sequences on every device
+with suppress(ImportError):
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # older torch: SDPA per run of sequences on every device
-    varlen_attn = None
 
 ATTENTION = "spindle_packed"
 
@@ -100,8 +100,8 @@ def _by_run(q, k, v, packing: Packing, scale, window, softcap) -> torch.Tensor:
     rows = [count * n for count, n in packing.runs]
     out = []
     for (count, n), *qkv in zip(packing.runs, q.split(rows, 2), k.split(rows, 2), v.split(rows, 2), strict=True):
-        batch = (x if count == 1 else x.squeeze(0).unflatten(1, (count, n)).transpose(0, 1) for x in qkv)  # [count, H, n, D]
-        out.append(attend(*batch, scale, window, softcap).transpose(1, 2).flatten(0, 1))
+        q_run, k_run, v_run = (x if count == 1 else x.squeeze(0).unflatten(1, (count, n)).transpose(0, 1) for x in qkv)  # [count, H, n, D]
+        out.append(attend(q_run, k_run, v_run, scale, window, softcap).transpose(1, 2).flatten(0, 1))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 

@@ -12,6 +12,7 @@ import torch
 if TYPE_CHECKING:
     from spindle.compute.adapter import Adapter
     from spindle.errors import UserError
+    from spindle.losses import Loss
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Segment:
     rows: slice  # into MicroBatch.tokens
     cells: slice  # into MicroBatch.targets
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [cells of this segment] float32, filled by codec.fill
+    loss: Loss | None = None  # of that name; None: to be looked up
     tag: Any = None  # the engine's own; workers hand it back untouched
 
 

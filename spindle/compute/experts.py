@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,12 +33,12 @@ class _Names:
     down: str
 
 
-def open_experts(module: nn.Module, path: str, router: Router) -> list[LoraTarget]:
+def open_experts(module: Any, path: str, router: Router) -> list[LoraTarget]:
     """The LoRA targets of an experts module, which is told their names; [] when it is no experts module.
 
     Raises UserError for an expert layout that EXPERTS cannot run.
     """
-    stacks = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    stacks: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in stacks):
         return []
     if getattr(module, "is_transposed", True) or getattr(module, "has_bias", True) or not getattr(module, "is_concatenated", False):
@@ -51,6 +52,17 @@ def open_experts(module: nn.Module, path: str, router: Router) -> list[LoraTarge
     ]
 
 
+def _a(stack: torch.Tensor, e: int, count: int) -> torch.Tensor:
+    """Expert e's A [rank, in] of ``count``."""
+    rank = stack.shape[0] // count
+    return stack[e * rank : (e + 1) * rank]
+
+
+def _b(stack: torch.Tensor, e: int, count: int) -> torch.Tensor:
+    """Expert e's B [out, rank]."""
+    return stack.view(stack.shape[0], -1, count)[:, :, e]
+
+
 def _blocks(stack: torch.Tensor, updates: list[Update], tokens: np.ndarray, offsets: np.ndarray) -> Iterator[Block]:
     """A block per expert that has rows. tokens [M]: the token of every sorted row, ascending within an expert; offsets [E + 1]."""
     count = stack.shape[0]
@@ -60,14 +72,12 @@ def _blocks(stack: torch.Tensor, updates: list[Update], tokens: np.ndarray, offs
         for u in updates:
             start, stop = (low + np.searchsorted(tokens[low:high], (u.start, u.stop))).tolist()
             if start < stop:
-                rank = u.a.shape[0] // count
-                a, da = (None if x is None else x[e * rank : (e + 1) * rank] for x in (u.a, u.da))
-                b, db = (None if x is None else x.view(x.shape[0], rank, count)[:, :, e] for x in (u.b, u.db))
-                mine.append(Update(start, stop, a, b, u.scale, da, db, u.written))
+                da, db = (None, None) if u.da is None or u.db is None else (_a(u.da, e, count), _b(u.db, e, count))
+                mine.append(Update(start, stop, _a(u.a, e, count), _b(u.b, e, count), u.scale, da, db, u.written))
         yield Block(low, high, stack[e], None, mine)
 
 
-def experts_forward(module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+def experts_forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]."""
     names: _Names = module.spindle
     route = names.router.route or Route(())

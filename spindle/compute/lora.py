@@ -43,6 +43,15 @@ class RowGroup(NamedTuple):
     grad: torch.Tensor | None = None
 
 
+class _Group(NamedTuple):
+    """A RowGroup that has rows and an adapter."""
+
+    start: int
+    stop: int
+    weights: AdapterWeights
+    grad: torch.Tensor | None = None
+
+
 class Update(NamedTuple):
     """Rows [start, stop) get scale * B A x more.
 
@@ -85,7 +94,7 @@ class Route:
     """
 
     def __init__(self, groups: Sequence[RowGroup | tuple], device: torch.device | str = "cpu") -> None:
-        self.groups = [g for g in (RowGroup(*g) for g in groups) if g.weights is not None and g.stop > g.start]
+        self.groups = [_Group(*g) for g in groups if g[2] is not None and g[1] > g[0]]
         self.anchor = torch.zeros((), device=device, requires_grad=any(g.grad is not None for g in self.groups))
         self.written: set[int] = set()
         self._updates: dict[str, list[Update]] = {}
@@ -97,8 +106,9 @@ class Route:
             found = []
             for g in self.groups:
                 if path in g.weights.matrices:
-                    grads = (None, None) if g.grad is None else [view(g.grad, slot) for slot in g.weights.layout.pairs[path]]
-                    found.append(Update(g.start, g.stop, *g.weights.matrices[path], g.weights.scale, *grads, self.written))
+                    a, b = g.weights.matrices[path]
+                    da, db = (None if g.grad is None else view(g.grad, slot) for slot in g.weights.layout.pairs[path])
+                    found.append(Update(g.start, g.stop, a, b, g.weights.scale, da, db, self.written))
             self._updates[path] = found
         return found
 
@@ -147,7 +157,7 @@ def add_gradients(x: torch.Tensor, z: torch.Tensor, dy: torch.Tensor, dx: torch.
     dz = torch.mm(dy, u.b).mul_(u.scale)
     if dx is not None:
         dx.addmm_(dz, u.a)
-    if u.da is not None:
+    if u.da is not None and u.db is not None:
         put_product(u.da, dz.t(), x, u.written)
         put_product(u.db, dy.t(), z, u.written)
 

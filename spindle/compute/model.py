@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -93,12 +93,13 @@ class BaseModel:
             model, name = source, name or source.config.name_or_path or source.config.model_type
             model.set_attn_implementation(ATTENTION)
             if dtype is not None:
-                model = model.to(dtype)
+                model.to(dtype)  # type: ignore[arg-type]
         else:
             path, extra = _locate(source)
             name = name or (Path(extra["gguf_file"]).stem if extra else path.rstrip("/") if not Path(path).is_dir() else Path(path).name)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", attn_implementation=ATTENTION, **extra)
-        base = cls(model.to(device), name)
+        model.to(device)  # type: ignore[arg-type]
+        base = cls(model, name)
         if check:
             base.check()
         return base
@@ -121,7 +122,7 @@ class BaseModel:
         return build_layout(lora, self.targets)
 
     @contextmanager
-    def _routed(self, route: Route):
+    def _routed(self, route: Route | None) -> Iterator[None]:
         before, self.router.route = self.router.route, route
         try:
             yield

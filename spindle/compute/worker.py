@@ -16,7 +16,7 @@ from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.head import HeadTask
 from spindle.compute.lora import MIN_ROWS, Route, RowGroup
 from spindle.compute.model import BaseModel
-from spindle.errors import UserError
+from spindle.errors import InvalidRequest, UserError
 from spindle.types import AdamParams, DimuonParams
 
 __all__ = ["DeviceWorker"]
@@ -27,7 +27,7 @@ class _Task:
 
     def __init__(self, segment: Segment, batch: MicroBatch, device: torch.device) -> None:
         self.segment = segment
-        self.loss = losses.get(segment.loss_fn, segment.config)
+        self.loss = segment.loss or losses.get(segment.loss_fn, segment.config)
         self.inputs = {name: x.to(device, non_blocking=True) for name, x in segment.inputs.items()}
         widths = batch.widths[segment.seqs]
         cells = np.maximum(widths, 1) * batch.lengths[segment.seqs]
@@ -49,9 +49,17 @@ class _Task:
                 leaf = p.detach().clone().requires_grad_()
                 total = self.evaluate(leaf, lo, hi).sum()
                 return torch.autograd.grad(total, leaf)[0] if total.requires_grad else torch.zeros_like(p)
-        except UserError as error:
-            self.error = error
+        except Exception as error:
+            self.error = self._users(error)
             return torch.zeros_like(p)
+
+    def _users(self, error: Exception) -> UserError:
+        """What a loss came to grief on, when it is its client's to mend: a refusal, or anything in a client's own loss. Raises the rest."""
+        if isinstance(error, UserError):
+            return error
+        if self.segment.loss_fn != "custom" or isinstance(error, torch.OutOfMemoryError):
+            raise error
+        return InvalidRequest(f"custom loss: {str(error).partition(chr(10))[0][:300] or type(error).__name__}")
 
     def result(self, p: torch.Tensor, host: torch.Tensor, grad: torch.Tensor | None) -> SegmentResult:
         """p: the segment's logprobs on the device; host: the same on the host."""
@@ -63,8 +71,8 @@ class _Task:
                 metrics = {"loss:sum": float(self.value)}
                 if self.loss.metrics is not None:
                     metrics |= self.loss.metrics(p, self.inputs, self.segment.config, self.sequences)
-        except UserError as error:
-            self.error = error
+        except Exception as error:
+            self.error = self._users(error)
         return SegmentResult(self.segment, host, metrics, None if self.error else grad, self.error)
 
 

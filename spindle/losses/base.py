@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 __all__ = ["Config", "Inputs", "Loss", "Sequences"]
 
-Config = Mapping[str, float | str]
+Config = Mapping[str, Any]  # float | str values
 Inputs = Mapping[str, torch.Tensor]
 
 

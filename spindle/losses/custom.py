@@ -32,16 +32,21 @@ def create_custom(name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping
 
     inputs: [{"name", "rank"}], ``logprobs`` first. graph: {"format": 1, "nodes": [...]}. Raises InvalidRequest for what is not allowed.
     """
-    names = [i.get("name") for i in inputs]
+    names: list[Any] = [i.get("name") for i in inputs]
     if not 1 <= len(names) <= 16 or names[0] != "logprobs" or len(set(names)) != len(names) or not all(isinstance(n, str) for n in names):
         raise InvalidRequest(f"inputs: got {names}; 1 to 16 distinct names, logprobs first, are allowed")
-    ranks = {i["name"]: i.get("rank") for i in inputs}
+    ranks: dict[str, Any] = {i["name"]: i.get("rank") for i in inputs}
     for n, rank in ranks.items():
         if rank != ranks["logprobs"] or rank not in (1, 2):
             raise InvalidRequest(f"inputs: {n} has rank {rank}; here all inputs have the shape of target_tokens, rank 1 or 2")
     if graph.get("format", 1) != 1:
         raise InvalidRequest(f"graph: format {graph['format']!r} is not known; 1 is")
-    compiled = Graph(graph.get("nodes", []), names)
+    try:
+        compiled = Graph(graph.get("nodes", []), names)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"graph: a node has fields of the wrong type ({error})") from None
     text = json.dumps([owner, name, inputs, graph], sort_keys=True, default=str)
     loss_id = f"{owner}:loss:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     with _lock:

@@ -100,8 +100,8 @@ class Graph:
         names: set[str] = set()
         placeholders = []
         for at, node in enumerate(nodes):
-            op, name, target = (node.get(k) for k in ("op", "name", "target"))
-            if not isinstance(name, str) or name in names:
+            op, name, target = (str(node.get(k)) for k in ("op", "name", "target"))
+            if node.get("name") is None or name in names:
                 raise InvalidRequest(f"graph: node {at} has the name {name!r}; every node needs a name of its own")
             allowed = {"call_function": _FUNCTIONS, "call_method": _METHODS}.get(op)
             if op == "placeholder":

@@ -44,7 +44,7 @@ def _shape(width: int) -> str:
     return "absent" if width < 0 else "[N]" if width == 0 else f"[N, {width}]"
 
 
-def _check_config(loss: Loss, given: dict[str, float | str]) -> dict[str, float | str]:
+def _check_config(loss: Loss, given: Config) -> dict[str, float | str]:
     for key, value in given.items():
         if key not in loss.defaults:
             known = f"it takes {', '.join(loss.defaults)}" if loss.defaults else "it takes none"

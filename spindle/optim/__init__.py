@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spindle.compute.adapter import Adapter
 from spindle.optim.adamw import adamw_step
@@ -11,7 +11,7 @@ from spindle.types import AdamParams, DimuonParams
 
 __all__ = ["step", "step_together"]
 
-_STEPS = {AdamParams: adamw_step, DimuonParams: dimuon_step}
+_STEPS: dict[type, Callable[..., list[dict[str, float]]]] = {AdamParams: adamw_step, DimuonParams: dimuon_step}
 
 
 def step_together(adapters: Sequence[Adapter], params: AdamParams | DimuonParams) -> list[dict[str, float]]:

@@ -133,6 +133,13 @@ def test_graphs_that_fail_when_run(middle, text):
         ([{"name": "logprobs", "rank": 0}], {}, "inputs: logprobs has rank 0"),
         ([{"name": "logprobs", "rank": 1}, {"name": "a", "rank": 2}], {}, "inputs: a has rank 2"),
         ([{"name": "logprobs", "rank": 1}], {"format": 2}, "graph: format 2 is not known; 1 is"),
+        ([{"name": "logprobs", "rank": 1}], {"nodes": [7]}, "graph: a node has fields of the wrong type"),
+        (
+            [{"name": "logprobs", "rank": 1}],
+            {"nodes": [START | {"args": [{"ref": []}]}, END]},
+            "graph: a node has fields of the wrong type",
+        ),
+        ([{"name": "logprobs", "rank": 1}], {"nodes": [START | {"kwargs": [1]}, END]}, "graph: a node has fields of the wrong type"),
         ([{"name": "logprobs", "rank": 1}], {"nodes": []}, "graph: has 0 nodes; 1 to 512 are allowed"),
         ([{"name": "logprobs", "rank": 1}], {"nodes": [START]}, "the last node, and only that, must be the output"),
         (
