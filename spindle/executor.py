@@ -81,6 +81,7 @@ class Training:
     resident: Resident
     lengths: np.ndarray  # [D] int64
     widths: np.ndarray  # [D] int64, 0 for [N] targets, K for [N, K]
+    loss: losses.Loss  # held from here on: a custom one may be forgotten while the request waits
     inputs: dict[str, float | None]  # what the loss reads of each datum, with what an absent one counts as (None: it is there)
     cell_starts: np.ndarray  # [D + 1] int64
     logprobs: np.ndarray  # [cells] float32
@@ -100,7 +101,7 @@ class Training:
         inputs = {
             name: value for name, value in {**dict.fromkeys(loss.required), **loss.optional}.items() if value is not None or name in known
         }
-        return cls(request, config, resident, lengths, widths, inputs, starts, np.empty(int(starts[-1]), dtype=np.float32))
+        return cls(request, config, resident, lengths, widths, loss, inputs, starts, np.empty(int(starts[-1]), dtype=np.float32))
 
     def take(self, index: int, datums: np.ndarray, logprobs: np.ndarray, metrics: dict[str, float], grad: torch.Tensor | None) -> None:
         """Put one block's result in its place; gradients are added in block order whatever order they come in."""
@@ -178,6 +179,7 @@ class Executor:
                 rows=rows,
                 cells=cells,
                 inputs={name: tensor for name, (tensor, _) in inputs.items()} | self._supplied_inputs(training, block),
+                loss=training.loss,
                 tag=block,
             )
             batch.segments.append(segment)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spindle
-from spindle import AdamParams, Datum, SchedulerConfig, codec
+from spindle import AdamParams, Datum, SchedulerConfig, codec, losses
 from spindle.codec import wire_pb2
 from spindle.compute.model import BaseModel
 from spindle.errors import Conflict, EngineClosed, InvalidRequest, MalformedBody, NotFound, ServerError, UserError
@@ -533,3 +533,46 @@ def test_after_close_the_errors_of_submit_still_come_through_the_future(model):
 def test_seeds_that_no_generator_takes_are_refused(engine, seed):
     with pytest.raises(UserError, match=r"seed: got .*; allowed is a whole number of 64 bits"):
         engine.create_adapter(rank=4, seed=seed)
+
+
+def custom(metric=None, *, forget=False):
+    """The id of a custom loss, the sum of the logprobs, with one metric."""
+    nodes = [
+        {"op": "placeholder", "name": "p", "target": "logprobs"},
+        {"op": "call_method", "name": "s", "target": "sum", "args": [{"ref": "p"}]},
+        {"op": "call_function", "name": "h", "target": "torch.heaviside", "args": [{"ref": "p"}, {"ref": "p"}]},
+        {"op": "call_method", "name": "t", "target": "sum", "args": [{"ref": "h"}]},
+        {"op": "output", "name": "out", "target": "output"},
+    ]
+    metrics = {"dict": {} if metric is None else {"custom/x:sum": metric}}
+    nodes[-1]["args"] = [[{"ref": "s" if metric is not None or forget else "t"}, metrics]]
+    return losses.create_custom("x", [{"name": "logprobs", "rank": 1}], {"format": 1, "nodes": nodes}, "me")
+
+
+@pytest.mark.parametrize(
+    ("metric", "text"),
+    [
+        ({"ref": "p"}, "custom loss: "),
+        ("abc", "could not convert string to float"),
+        (None, "derivative for aten::heaviside is not implemented"),
+    ],
+)
+def test_a_custom_loss_that_breaks_fails_alone(engine, metric, text):
+    own, other, before = (engine.create_adapter(rank=4, seed=1) for _ in range(3))
+    held = before.forward_backward([datum(300)])  # so that the next two share a micro-batch
+    broken = own.forward_backward([datum(6)], "custom", {"loss_id": custom(metric)})
+    fine = other.forward_backward([datum(6)])
+    with pytest.raises(InvalidRequest, match=text):
+        broken.result(30)
+    assert fine.result(30).loss > 0 and held.result(30).loss > 0
+    assert own.optim_step().result(30).metrics["grad_norm"] == 0
+
+
+def test_a_custom_loss_that_is_forgotten_while_its_request_waits_still_runs(engine):
+    from spindle.losses import custom as registry
+
+    adapter, before = engine.create_adapter(rank=4, seed=1), engine.create_adapter(rank=4)
+    held = [before.forward_backward([datum(300)]) for _ in range(4)]
+    waiting = adapter.forward_backward([datum(6)], "custom", {"loss_id": custom(forget=True)})
+    registry._losses.clear()
+    assert waiting.result(30).loss < 0 and held[0].result(30).loss > 0
