@@ -254,7 +254,10 @@ class Engine:
     # --- the one door ---------------------------------------------------------------------------------------------
 
     def scan(self, body: Any, content_encoding: str | None = None) -> codec.ScannedRequest:
-        """Decode and check a forward_backward body. Blocking, without the GIL. Raises MalformedBody, InvalidRequest."""
+        """Decode and check a forward_backward body. Blocking, without the GIL. Raises MalformedBody, InvalidRequest, and
+        Overloaded before anything is decoded when the queue has no room for it."""
+        if isinstance(body, bytes | bytearray | memoryview):
+            self.scheduler.check_room(len(body))
         started = time.perf_counter()
         try:
             return codec.scan(body, content_encoding, self.limits)

@@ -153,24 +153,21 @@ class Scheduler:
             item.queue.forget_answered()
             self._advance(item.queue)
 
-    def check_room(self, model_id: str, nbytes: int) -> None:
-        """Raise Overloaded now if a body of ``nbytes`` could not be queued, before anything is decoded for it."""
+    def check_room(self, nbytes: int) -> None:
+        """Raise Overloaded now if a body of ``nbytes`` could not be queued for anybody, before anything is decoded for it."""
         with self._lock:
-            queue = self._queues.get(model_id)
-            if queue is not None:
-                self._check_room(Item(model_id, 0, Kind.TRAIN, None, nbytes=nbytes), self._clients[queue.client])  # type: ignore[arg-type]
+            self._check_bytes(self._nbytes, nbytes, self.config.max_queue_bytes, "in all")
 
     def _check_room(self, item: Item, client: Client) -> None:
-        if item.kind is Kind.SKIP or not item.nbytes:
-            return
-        for held, bound, whose in (
-            (client.nbytes, self.config.max_client_queue_bytes, "of this client"),
-            (self._nbytes, self.config.max_queue_bytes, "in all"),
-        ):
-            if held and held + item.nbytes > bound:
-                raise Overloaded(
-                    f"{held} bytes of requests {whose} are queued and this one has {item.nbytes}; at most {bound} may be; try again later"
-                )
+        self._check_bytes(client.nbytes, item.nbytes, self.config.max_client_queue_bytes, "of this client")
+        self._check_bytes(self._nbytes, item.nbytes, self.config.max_queue_bytes, "in all")
+
+    @staticmethod
+    def _check_bytes(held: int, nbytes: int, bound: int, whose: str) -> None:
+        if nbytes and held and held + nbytes > bound:
+            raise Overloaded(
+                f"{held} bytes of requests {whose} are queued and this one has {nbytes}; at most {bound} may be; try again later"
+            )
 
     # --- out ------------------------------------------------------------------------------------------------------
 

@@ -156,7 +156,7 @@ def test_queued_bytes_are_bounded_per_client_and_in_all():
         scheduler.put(train("a", 3))
     scheduler.put(train("b", 1, nbytes=15))
     with pytest.raises(Overloaded, match="35 bytes of requests in all"):
-        scheduler.check_room("b", 6)
+        scheduler.check_room(6)
     drain(scheduler)
     assert scheduler.stats()["queued_bytes"] == 0
     scheduler.put(train("a", 3))
