@@ -139,6 +139,9 @@ class Executor:
     def fill(self, blocks: Sequence[Block]) -> MicroBatch | None:
         """The blocks as one micro-batch; None when that failed, which has then failed their requests."""
         started = time.perf_counter()
+        blocks = self._bring(blocks)
+        if not blocks:
+            return None
         try:
             return self._fill(blocks)
         except Exception as error:
@@ -149,9 +152,27 @@ class Executor:
         finally:
             self.seconds["fill"] += time.perf_counter() - started
 
+    def _bring(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """The blocks whose adapters are on their device now; the others have failed."""
+        residents = [block.item.payload.resident for block in blocks]
+        try:
+            self.pool.acquire(*residents)
+            return blocks
+        except Exception:  # one of them cannot be brought; which?
+            for resident in residents:
+                self.pool.release(resident)
+        here = []
+        for block, resident in zip(blocks, residents, strict=True):
+            try:
+                self.pool.acquire(resident)
+                here.append(block)
+            except Exception as error:
+                logger.warning("adapter %s cannot be brought to its device: %s", resident.model_id, error)
+                self.finish(block, None, as_server_error(error, block.item))
+        return here
+
     def _fill(self, blocks: Sequence[Block]) -> MicroBatch:
         """Those of one adapter lie side by side. This is the only copy from request to device."""
-        self.pool.acquire(*(block.item.payload.resident for block in blocks))
         order: dict[int, list[Block]] = {}
         for block in blocks:
             order.setdefault(id(block.item.payload.resident), []).append(block)

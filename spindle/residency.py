@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from spindle.compute.adapter import Adapter
+from spindle.errors import NotFound
 
 __all__ = ["AdapterPool", "Resident"]
 
@@ -129,8 +130,10 @@ class AdapterPool:
                         break
 
     def _move(self, resident: Resident, place: str) -> None:
-        adapter = resident.adapter
+        adapter, ours = resident.adapter, self._order.get(resident.model_id) is resident
         if resident.place == "disk":
+            if not ours:
+                raise NotFound(f"adapter {resident.model_id!r} was unloaded before this request ran")
             self._read(resident)
         if place == "disk":
             self._write(resident)
@@ -140,8 +143,9 @@ class AdapterPool:
                 buffer = getattr(adapter, name)
                 if buffer is not None:
                     setattr(adapter, name, buffer.to(target))
-        self.held[resident.place] -= resident.nbytes
-        self.held[place] += resident.nbytes
+        if ours:
+            self.held[resident.place] -= resident.nbytes
+            self.held[place] += resident.nbytes
         resident.place = place
 
     def _file(self, resident: Resident) -> Path:

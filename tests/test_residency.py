@@ -8,7 +8,7 @@ import spindle
 from spindle import AdamParams
 from spindle.compute.adapter import Adapter
 from spindle.compute.model import BaseModel
-from spindle.errors import ServerError
+from spindle.errors import NotFound, ServerError
 from spindle.residency import AdapterPool, Resident
 from spindle.types import LoraConfig
 from tests.test_engine import datum
@@ -98,10 +98,34 @@ def test_an_adapter_that_cannot_be_read_back_fails_alone(model, monkeypatch):
     with spindle.Engine(model, adapter_device_bytes=1) as engine:
         lost, well = (engine.create_adapter(rank=4, seed=i) for i in range(2))
         well.forward([datum(4)]).result(30)
+        read = AdapterPool._read
+
+        def broken(pool, resident):
+            if resident.model_id == lost.model_id:
+                raise OSError(5, "Input/output error")
+            read(pool, resident)
+
         assert engine.resident(lost.model_id).place == "disk"
         with monkeypatch.context() as patch:
-            patch.setattr("spindle.residency.np.fromfile", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            patch.setattr(AdapterPool, "_read", broken)
             with pytest.raises(ServerError, match="Input/output error; the adapter is as it was before"):
                 lost.optim_step(AdamParams()).result(30)
-        assert well.optim_step(AdamParams()).result(30).metrics["grad_norm"] == 0
+            before = engine.create_adapter(rank=4).forward_backward([datum(300)])  # so that the next two share a micro-batch
+            doomed, fine = lost.forward_backward([datum(6)]), well.forward_backward([datum(6)])
+            with pytest.raises(ServerError, match="Input/output error"):
+                doomed.result(30)
+            assert fine.result(30).loss > 0 and before.result(30).loss > 0
+        assert well.optim_step(AdamParams()).result(30).metrics["grad_norm"] > 0
         assert lost.optim_step(AdamParams()).result(30).metrics["grad_norm"] == 0
+
+
+def test_an_adapter_unloaded_while_it_is_on_disk_says_so(model, tmp_path):
+    one, two = resident(model, "one"), resident(model, "two")
+    pool = AdapterPool(device_bytes=one.nbytes, directory=tmp_path)
+    pool.add(one)
+    pool.add(two)
+    pool.remove(one)
+    with pytest.raises(NotFound, match="adapter 'one' was unloaded before this request ran"):
+        pool.acquire(one)
+    pool.release(one)
+    assert pool.held == {"device": two.nbytes, "host": 0, "disk": 0}
