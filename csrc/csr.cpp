@@ -86,4 +86,16 @@ std::string check_csr(const Tensor& tensor, int64_t length) {
     return check_duplicates(tensor, length);
 }
 
+void note_rows(Tensor& tensor, int64_t length, Vec<uint32_t>& rows) {
+    constexpr int64_t few = 8;  // rows per listed cell, at least
+    const auto nnz = static_cast<int64_t>(tensor.col.size / 8);
+    if (nnz * few > length) return;
+    tensor.first_row = static_cast<int64_t>(rows.size());
+    int64_t next = 0;  // the first row that starts past the current one
+    for (int64_t i = 0; i < nnz; ++i) {
+        if (row_start(tensor, next) <= i) next = row_from(tensor, next, i + 1, length);
+        rows.push_back(static_cast<uint32_t>(next - 1));
+    }
+}
+
 }  // namespace spindle

@@ -56,9 +56,28 @@ void densify(const StreamWriter& writer, Cell* to, const Tensor& tensor, int64_t
     }
 }
 
+// The same where few cells are listed, whose rows were noted: zeros from one of them to the next.
 template <class Cell>
-void write_tensor(const StreamWriter& writer, Cell* to, const Tensor& tensor, int64_t length) {
-    if (tensor.layout == Layout::csr) densify(writer, to, tensor, length);
+void densify_few(const StreamWriter& writer, Cell* to, const Tensor& tensor, int64_t length, const uint32_t* rows) {
+    constexpr int64_t rows_at_a_time = 4;
+    const auto nnz = static_cast<int64_t>(tensor.col.size / 8);
+    const int64_t width = tensor.width;
+    int64_t done = 0;  // rows written
+    for (int64_t i = 0; i < nnz;) {
+        const auto first = static_cast<int64_t>(rows[i]);
+        const int64_t last = std::min(first + rows_at_a_time, length);
+        writer.zero(to + done * width, static_cast<size_t>((first - done) * width) * sizeof(Cell));
+        std::fill_n(to + first * width, (last - first) * width, Cell{0});
+        for (; i < nnz && rows[i] < last; ++i) to[rows[i] * width + load<int64_t>(tensor.col.data + 8 * i)] = cell_at<Cell>(tensor, i);
+        done = last;
+    }
+    writer.zero(to + done * width, static_cast<size_t>((length - done) * width) * sizeof(Cell));
+}
+
+template <class Cell>
+void write_tensor(const StreamWriter& writer, Cell* to, const Tensor& tensor, int64_t length, const Vec<uint32_t>& rows) {
+    if (tensor.first_row >= 0) densify_few(writer, to, tensor, length, rows.data() + tensor.first_row);
+    else if (tensor.layout == Layout::csr) densify(writer, to, tensor, length);
     else write_cells(writer, to, tensor.values, tensor.dtype);
 }
 void write_tokens(const StreamWriter& writer, int64_t* to, const Request& request, const Datum& datum) {
@@ -82,6 +101,7 @@ void fill(const Request& request, const int64_t* datums, size_t num_datums, cons
     }
     const size_t bytes = static_cast<size_t>(tokens) * 16 + static_cast<size_t>(cells) * (8 + 4 * to.num_inputs);
     const StreamWriter writer(bytes);
+    const Vec<uint32_t>& rows = request.storage->rows;
     const int64_t target_name = request.name_index("target_tokens");
     // From the last datum to the first: what scan read last is what a cache may still hold.
     for (size_t d = num_datums; d-- > 0;) {
@@ -93,10 +113,10 @@ void fill(const Request& request, const int64_t* datums, size_t num_datums, cons
         if (datum.target_width < 0) continue;
         for (size_t i = to.num_inputs; i-- > 0;) {
             const InputTarget& input = to.inputs[i];
-            if (const Tensor* tensor = request.find(datum, input.name)) write_tensor(writer, input.to + cells, *tensor, datum.length);
+            if (const Tensor* tensor = request.find(datum, input.name)) write_tensor(writer, input.to + cells, *tensor, datum.length, rows);
             else std::fill_n(input.to + cells, cells_of(datum), *input.fallback);
         }
-        if (to.labels) write_tensor(writer, to.labels + cells, *request.find(datum, target_name), datum.length);
+        if (to.labels) write_tensor(writer, to.labels + cells, *request.find(datum, target_name), datum.length, rows);
     }
 }
 

@@ -144,7 +144,7 @@ class Builder {
     }
     void check_tensor(Datum& now, Tensor& tensor) const {
         const std::string_view name = storage_.names[tensor.name].text();
-        if (const std::string what = settle(tensor, now.length, limits_.max_target_width); !what.empty()) throw wrong(text(name, " ", what));
+        if (const std::string what = settle(tensor, now.length, limits_.max_target_width, storage_.rows); !what.empty()) throw wrong(text(name, " ", what));
         const char* cell = tensor.layout == Layout::csr ? ": listed value " : ": value ";
         if (name == "target_tokens") {
             now.target_width = tensor.width;
@@ -424,6 +424,7 @@ void Storage::clear() {
     chunks.clear();
     tensors.clear();
     spans.clear();
+    rows.clear();
     names.clear();
     config.clear();
     config_v2.clear();
@@ -431,7 +432,7 @@ void Storage::clear() {
 
 size_t Storage::held() const {
     return arena.touched() + datums.capacity() * sizeof(Datum) + chunks.capacity() * sizeof(Chunk) + tensors.capacity() * sizeof(Tensor) +
-           spans.capacity() * sizeof(Span);
+           spans.capacity() * sizeof(Span) + rows.capacity() * sizeof(uint32_t);
 }
 
 Pool<Storage>& storage_pool() {

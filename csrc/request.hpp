@@ -59,6 +59,7 @@ struct Storage {
     Vec<Chunk> chunks;
     Vec<Tensor> tensors;
     Vec<Span> spans;
+    Vec<uint32_t> rows;  // of the listed cells of CSR tensors with few
     Vec<Bytes> names;  // of loss inputs, in the order met
     Vec<ConfigEntry> config, config_v2;
 
