@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from spindle.compute.model import BaseModel
 from spindle.engine import Engine
 from spindle.server import running
 from tests.cookbook import data
@@ -49,7 +48,7 @@ def root(tmp_path_factory) -> Path:
     """The directory that recipes run in: tokenizers and data sets under their hub names."""
     root = tmp_path_factory.mktemp("cookbook")
     data.write_datasets(root)
-    for name in (data.MODEL, data.BASE):
+    for name in (data.MODEL, data.BASE, data.OTHER):
         data.tokenizer(root / name)
     return root
 
@@ -63,8 +62,8 @@ def model(root):
 @pytest.fixture(scope="session")
 def url(python, model, root):
     data.tokenizer(root / "model")
-    with Engine(BaseModel.load(str(root / "model"))) as engine:
-        with running(engine, store=root / "store", name=data.MODEL, aliases=[data.BASE]) as url:
+    with Engine(str(root / "model")) as engine:
+        with running(engine, store=root / "store", name=data.MODEL, aliases=[data.BASE, data.OTHER]) as url:
             yield url
 
 
@@ -84,6 +83,7 @@ class Cookbook:
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(self.root / "cache"),
             "TINKER_TELEMETRY": "0",
+            "TINKER_COOKBOOK_RUNS_DIR": str(self.root / "runs"),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": "",
         }
@@ -100,11 +100,11 @@ class Cookbook:
             [f"tinker_cookbook.recipes.{module}", f"log_path={self.root / log}", *(f"{key}={value}" for key, value in arguments.items())]
             for module, log, arguments in runs
         ]
-        self.process(str(HERE / "drive.py"), stdin=json.dumps(commands), timeout=timeout)
+        self.process(str(HERE / "scripts" / "drive.py"), stdin=json.dumps(commands), timeout=timeout)
 
     def script(self, name: str, *arguments: str) -> Any:
-        """Run a script of this directory; the JSON on the last line of what it prints."""
-        return json.loads(self.process(str(HERE / name), *arguments).splitlines()[-1])
+        """Run one of ``scripts/``; the JSON on the last line of what it prints."""
+        return json.loads(self.process(str(HERE / "scripts" / name), *arguments).splitlines()[-1])
 
     def rows(self, log: str) -> list[dict[str, Any]]:
         """The metrics a run logged, one dictionary a step."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tests.tiny import tiny_qwen3
 from tests.tokenizer import byte_tokenizer
 
-MODEL, BASE = "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B-Base"
+MODEL, BASE, OTHER = "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B"
 VOCAB = 288
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 TEMPLATE = (
@@ -106,6 +106,20 @@ def write_datasets(root: Path) -> None:
         for index, (question, _) in enumerate(pairs[:32])
     ]
     write_lines(root / "hicai-zju/SciKnowEval/test.jsonl", science)
+    thoughts = [{"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]} for question, answer in pairs]
+    write_lines(root / "open-thoughts/OpenThoughts3-1.2M/train.jsonl", thoughts)
+    words = np.random.default_rng(0).choice([*GOODS, "after", "before", "between", "during", "into", "until"], (300, 80)).tolist()
+    write_lines(root / "Salesforce/wikitext/text/train.jsonl", [{"text": " ".join(line)} for line in words])
+    (root / "Salesforce/wikitext/README.md").write_text(
+        "---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: train\n    path: text/train.jsonl\n---\n"
+    )
+    rubric = {
+        "rubric_str": "The answer is short.",
+        "extraction_regex": "(?s)()",
+        "grader_output_format_instruction": "Write a number.",
+    }
+    tasks = [{"convo": messages(*pair)[:1], "rubric_items": [rubric]} for pair in pairs]
+    write_lines(root / "rubric.jsonl", tasks)
     write_markets(root / "markets.csv")
 
 

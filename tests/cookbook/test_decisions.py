@@ -1,4 +1,4 @@
-"""Decisions by one answer token: a custom loss over [N, 2] targets, scored through target_prompt_logprobs."""
+"""Decisions by one answer token: a custom loss over [N, 2] targets in CSR, scored through target_prompt_logprobs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ pytestmark = [pytest.mark.cookbook, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def runs(cookbook):
-    forecasting = {"model_name": data.MODEL, "data_path": "markets.csv", "batch_size": 6, "max_steps": 6, "learning_rate": 3e-3}
-    forecasting |= {"eval_every": 2, "save_every": 3, "lora_rank": 8, "split_date": "2025-07-01"}
-    cookbook.recipes(("decisions.forecasting", "forecasting", forecasting))
+    forecasting = {"model_name": data.MODEL, "data_path": "markets.csv", "batch_size": 6, "epochs": 4, "learning_rate": 3e-3}
+    cookbook.recipes(("decisions.forecasting", "forecasting", forecasting | {"eval_every": 4, "save_every": 4, "split_date": "2025-07-01"}))
     return cookbook
 
 
 def test_forecasting(runs):
-    print(runs.rows("forecasting"))
+    losses, scores = runs.series("forecasting", "train/loss"), runs.series("forecasting", "test/brier_reward")
+    assert len(losses) == 8 and len(scores) == 3
+    assert sum(losses[-2:]) < sum(losses[:2])  # over the same markets
+    assert all(0 <= score <= 1 for score in scores) and scores[-1] > scores[0]
+    assert [item["name"] for item in runs.checkpoints("forecasting")] == ["000004", "final"]
+
+
+def test_the_demo_answers_with_probabilities(cookbook):
+    answer = cookbook.process(
+        "-m", "tinker_cookbook.recipes.decisions.demo", f"model_name={data.MODEL}", stdin="How do I pay for wool?\n"
+    )
+    probabilities = [float(line.split(":")[-1].strip(" ,")) for line in answer.splitlines() if line.startswith("  ")]
+    assert len(probabilities) == 4 and sum(probabilities) == pytest.approx(1, abs=1e-3)
