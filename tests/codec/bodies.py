@@ -51,7 +51,7 @@ def request(*data: wire.Datum, **fields) -> wire.ForwardBackwardRequest:
 
 
 def body(*data: wire.Datum, **fields) -> bytes:
-    return request(*data, **fields).SerializeToString()
+    return request(*data, **fields).SerializeToString(deterministic=True)
 
 
 def simple(n: int = 4, **inputs) -> wire.Datum:
