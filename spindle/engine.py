@@ -100,6 +100,8 @@ class Engine:
     scheduler: bounds, micro-batch token budget and client weights (``SchedulerConfig``).
     sampling_share: the part of a device's time that sampling may take while training waits, in (0, 1).
     prefetch: fill the next micro-batch while one is computed.
+    activation_bytes: what a pass may keep for its backward; past it, layers are computed a second time instead (0: always). None: what is
+        free on a GPU, no bound on a CPU.
     adapter_device_bytes, adapter_host_bytes: budgets past which idle adapters are paged out, to host memory, then disk (``AdapterPool``).
     sampler: what samples, "spindle" or, where it is installed, "vllm"; sampler_options: further arguments of its class.
 
@@ -117,6 +119,7 @@ class Engine:
         scheduler: SchedulerConfig | None = None,
         sampling_share: float = 0.5,
         prefetch: bool = True,
+        activation_bytes: int | None = None,
         adapter_device_bytes: int | None = None,
         adapter_host_bytes: int | None = None,
         sampler: str = "spindle",
@@ -147,7 +150,9 @@ class Engine:
         self._loops: list[DeviceLoop] = []
         for index, place in enumerate(places):
             replica = self.model if index == 0 else self.model.replica(place)
-            executor = Executor(DeviceWorker(replica), self.scheduler, self.pool, pinned=place.type == "cuda")
+            executor = Executor(
+                DeviceWorker(replica, activation_budget=activation_bytes), self.scheduler, self.pool, pinned=place.type == "cuda"
+            )
             sampler_of_device = make_sampler(sampler, replica, self.tokenizer, self.records, **options)
             self._loops.append(
                 DeviceLoop(

@@ -576,3 +576,13 @@ def test_a_custom_loss_that_is_forgotten_while_its_request_waits_still_runs(engi
     waiting = adapter.forward_backward([datum(6)], "custom", {"loss_id": custom(forget=True)})
     registry._losses.clear()
     assert waiting.result(30).loss < 0 and held[0].result(30).loss > 0
+
+
+def test_activations_past_their_budget_are_computed_again_with_the_same_bits(model):
+    grads = []
+    for budget in (None, 0):
+        with spindle.Engine(model, activation_bytes=budget) as engine:
+            adapter = engine.create_adapter(rank=4, seed=1)
+            adapter.forward_backward([datum(20), datum(9, seed=2)]).result(60)
+            grads.append(engine.resident(adapter.model_id).adapter.grads.clone())
+    assert torch.equal(*grads)
