@@ -1,4 +1,4 @@
-"""The cookbook in an environment of its own, driven against a Spindle server in this process. Asked for with ``-m cookbook`` (make cookbook)."""
+"""The cookbook in an environment of its own, against a Spindle server in this process. Asked for with ``-m cookbook`` (make cookbook)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recipes read, made here: a tokenizer and data sets, each in a directory named as it is on the hub, and a base model that knows them.
+"""What the recipes read, made here: a tokenizer and data sets, each in a directory named as on the hub, and a base model that knows them.
 
 A directory of that name in the working directory is what transformers and datasets read before they would ask a hub.
 """
@@ -53,7 +53,9 @@ def chat(question: str, answer: str) -> str:
 def base_model(save: Path, steps: int = 150) -> PreTrainedModel:
     """A tiny Qwen3 taught the chat format for a few seconds, so that samples end, rewards differ and losses are not those of noise."""
     text = tokenizer()
-    model = tiny_qwen3(vocab_size=VOCAB, max_position_embeddings=8192, eos_token_id=text.convert_tokens_to_ids("<|im_end|>"), bos_token_id=None)
+    model = tiny_qwen3(
+        vocab_size=VOCAB, max_position_embeddings=8192, eos_token_id=text.convert_tokens_to_ids("<|im_end|>"), bos_token_id=None
+    )
     random = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
@@ -92,7 +94,9 @@ def write_datasets(root: Path) -> None:
     ]
     write_lines(root / "Anthropic/hh-rlhf/train.jsonl", preferences)
     write_lines(root / "Anthropic/hh-rlhf/test.jsonl", preferences[:8])
-    problems = [{"question": f"What is {x} + {x + 2}?", "answer": f"{x} and {x + 2} make {2 * x + 2}.\n#### {2 * x + 2}"} for x in range(24)]
+    problems = [
+        {"question": f"What is {x} + {x + 2}?", "answer": f"{x} and {x + 2} make {2 * x + 2}.\n#### {2 * x + 2}"} for x in range(24)
+    ]
     write_lines(root / "openai/gsm8k/main/train.jsonl", problems)
     write_lines(root / "openai/gsm8k/main/test.jsonl", problems[:8])
     (root / "openai/gsm8k/README.md").write_text(
@@ -102,7 +106,14 @@ def write_datasets(root: Path) -> None:
     write_lines(root / "zwhe99/DeepMath-103K/train.jsonl", [{"question": problem["question"], "final_answer": "2"} for problem in problems])
     choices = {"label": ["A", "B", "C", "D"], "text": GOODS[:4]}
     science = [
-        {"domain": "Chemistry", "details": {"level": "L3"}, "type": "mcq-4-choices", "question": question, "choices": choices, "answerKey": "ABCD"[index % 4]}
+        {
+            "domain": "Chemistry",
+            "details": {"level": "L3"},
+            "type": "mcq-4-choices",
+            "question": question,
+            "choices": choices,
+            "answerKey": "ABCD"[index % 4],
+        }
         for index, (question, _) in enumerate(pairs[:32])
     ]
     write_lines(root / "hicai-zju/SciKnowEval/test.jsonl", science)

@@ -1,7 +1,7 @@
 """Makes the virtual environment of the cookbook's tests: ``python tests/cookbook/environment.py DIRECTORY``.
 
-It holds the cookbook and its light dependencies alone; torch, transformers and the SDK are the project's own, reached through a path file, so
-nothing heavy is installed twice. ``tml-renderers`` is left out: its pinned version cannot be had, and it is imported for Inkling models only.
+It holds the cookbook and its light dependencies alone; torch, transformers and the SDK are the project's own, reached through a path file,
+so nothing heavy is installed twice. ``tml-renderers`` is left out: the pinned version is not published, and only Inkling models need it.
 When something cannot be installed the reason goes to DIRECTORY/reason, where the tests find what to say when they skip.
 """
 

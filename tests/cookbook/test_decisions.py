@@ -25,8 +25,6 @@ def test_forecasting(runs):
 
 
 def test_the_demo_answers_with_probabilities(cookbook):
-    answer = cookbook.process(
-        "-m", "tinker_cookbook.recipes.decisions.demo", f"model_name={data.MODEL}", stdin="How do I pay for wool?\n"
-    )
+    answer = cookbook.process("-m", "tinker_cookbook.recipes.decisions.demo", f"model_name={data.MODEL}", stdin="How do I pay for wool?\n")
     probabilities = [float(line.split(":")[-1].strip(" ,")) for line in answer.splitlines() if line.startswith("  ")]
     assert len(probabilities) == 4 and sum(probabilities) == pytest.approx(1, abs=1e-3)

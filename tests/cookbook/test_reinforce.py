@@ -1,4 +1,4 @@
-"""Reinforcement learning: what the sampler says is what the trainer computes, with every loss, asynchronous, streaming and over many turns."""
+"""Reinforcement learning: what the sampler says is what the trainer computes, with every loss, asynchronous, streaming, over turns."""
 
 from __future__ import annotations
 

@@ -55,11 +55,12 @@ def test_rolling_checkpoints_are_deleted_and_the_others_stay(runs):
 def test_resumed_training_goes_on_as_if_never_interrupted(runs):
     noted = runs.root / "chat_sl" / "checkpoints.jsonl"
     before, lines = runs.rows("chat_sl"), noted.read_text().splitlines()
+    assert [row["step"] for row in before] == [0, 1, 2, 3]
     noted.write_text(next(line for line in lines if '"000002"' in line) + "\n")  # as an interruption after it leaves things
     runs.recipes(("chat_sl.train", "chat_sl", CHAT | {"dataset": "no_robots", "behavior_if_log_dir_exists": "resume"}))
-    again = runs.rows("chat_sl")[len(before) :]
-    assert [row["step"] for row in again] == [2, 3]
-    for row, resumed in zip(before[2:], again, strict=True):  # the second only when the optimizer's state was there
+    again = runs.rows("chat_sl")  # those after the checkpoint are dropped and logged anew
+    assert [row["step"] for row in again] == [0, 1, 2, 3]
+    for row, resumed in zip(before[2:], again[2:], strict=True):  # the second only when the optimizer's state was there
         assert resumed["train_mean_nll"] == pytest.approx(row["train_mean_nll"], rel=1e-4)
         assert resumed["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-3)
     first, last = (json.loads(line)["state_path"].split("/")[2] for line in (lines[0], noted.read_text().splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""Train, save, download with the cookbook's weights module, make a PEFT adapter and a merged model of it: prints the server's own scores."""
+"""Train, save, download with the cookbook's weights module, make a PEFT adapter and a merged model: prints the server's own scores."""
 
 from __future__ import annotations
 

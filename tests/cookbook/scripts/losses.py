@@ -95,7 +95,8 @@ async def main() -> dict:
         return made
 
     answers["weighted"] = await norm(training.forward_backward(datums(0, "", weighted=True), "cross_entropy"))
-    configs = {"ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}
+    clip = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+    configs = {"ppo": clip, "gspo": clip}
     for name in RATIO:
         answers[name] = await norm(training.forward_backward(datums(0, name), name))
         off = datums(0.5, name)

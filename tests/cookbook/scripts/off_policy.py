@@ -1,4 +1,4 @@
-"""Off-policy distillation has no recipe of its own: its library run as a recipe would. The teacher is the student's own base model, so that a
+"""Off-policy distillation has no recipe of its own: its library run as a recipe would. The teacher is the student's own base model, so a
 fresh student agrees with it: prints by how much it does not, and the loss with what it should be."""
 
 from __future__ import annotations
