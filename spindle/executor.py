@@ -253,6 +253,8 @@ class Executor:
                     self.worker.accumulate(whole.payload.resident.adapter, grad)
         self.pool.release(training.resident)
         over, failed = item.blocks_left == 0, item.failed
+        if failed and not item.blocks_running:
+            item.drop_payload()
         self.scheduler.block_done(block)
         if over and not failed:
             try:

@@ -42,6 +42,7 @@ class IoLoop:
             except Exception as error:
                 logger.warning("%s of %s failed: %s", type(operation).__name__, item.model_id, error)
                 self.scheduler.operation_done(item)
+                item.drop_payload()
                 item.future.fail(as_server_error(error, item))
             else:
                 self.scheduler.operation_done(item)

@@ -89,8 +89,7 @@ class Scheduler:
                 raise NotFound(f"no adapter {model_id!r}; create it first")
             queue.closed = True
             doomed = [*queue.ready, *queue.held.values()]
-            queue.ready.clear()
-            queue.held.clear()
+            queue.forget_all()
             client = self._clients[queue.client]
             client.adapters -= 1
             for item in doomed:
@@ -147,6 +146,7 @@ class Scheduler:
     def _cancelled(self, item: Item) -> None:
         with self._lock:
             item.failed = True
+            item.drop_payload()
             self._release(item)
             if item.queue.operation is item:
                 item.queue.operation = None

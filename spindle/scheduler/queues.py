@@ -105,6 +105,11 @@ class AdapterQueue:
                 break
             del self._first[seq]
 
+    def forget_all(self) -> None:
+        """The adapter goes: let go of every item, since answered futures that somebody keeps lead here."""
+        for items in (self.ready, self.held, self._first, self._heavy):
+            items.clear()
+
     def head(self) -> Item | None:
         """The next item to hand out, dropping those cancelled or failed meanwhile."""
         while self.ready:

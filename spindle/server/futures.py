@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from spindle.errors import Cancelled, Conflict, NotFound, Overloaded, SpindleError
+from spindle.errors import Cancelled, Conflict, NotFound, Overloaded, SpindleError, without_frames
 from spindle.server.answers import describe, encode_json, log
 from spindle.server.settings import ServerSettings
 
@@ -127,14 +127,20 @@ class Registry:
         return entry
 
     def _finished(self, entry: Entry, future: concurrent.futures.Future, answer: Callable[[Any], Answer]) -> None:
-        try:
-            settled = answer(future.result())
-        except concurrent.futures.CancelledError:
-            settled = _failure(Cancelled("the request was cancelled before it ran"))
-        except BaseException as error:
-            if not isinstance(error, SpindleError):
-                log.error("request %s failed", entry.request_id, exc_info=error)
-            settled = _failure(error)
+        failure: BaseException | None
+        if future.cancelled():
+            failure = Cancelled("the request was cancelled before it ran")
+        elif (
+            failure := future.exception()
+        ) is None:  # never raised here: its traceback would keep the request's body as long as the answer
+            try:
+                settled = answer(future.result())
+            except BaseException as error:
+                failure = without_frames(error)
+        if failure is not None:
+            if not isinstance(failure, SpindleError):
+                log.error("request %s failed", entry.request_id, exc_info=failure)
+            settled = _failure(failure)
         try:
             self.loop.call_soon_threadsafe(self._settle, entry, settled)
         except RuntimeError:  # the server is stopping and its loop is closed: nobody polls any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import time
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spindle import codec
+from spindle.compute.adapter import AdapterWeights
 from spindle.server import ServerSettings, running
 from spindle.server.app import NOUNS
 from tests.server.wire import NAME, PROTOBUF, Wire, datum
@@ -325,15 +327,35 @@ def test_a_full_table_of_futures_takes_no_place_in_the_order(engine, tmp_path):
         assert wire.result(held[0]).loss > 0
 
 
+def alive() -> int:
+    """How many snapshots of weights are in memory."""
+    gc.collect()
+    return sum(type(one) is AdapterWeights for one in gc.get_objects())
+
+
+def test_finished_sessions_leave_no_weights_in_memory(wire, url):
+    before = alive()
+    for _ in range(5):
+        other = Wire(url)
+        model = other.model()
+        other.train(model, 1, [datum(4)])
+        other.result(other.ok("save_weights_for_sampler", model_id=model, seq_id=2, sampling_session_seq_id=0))
+        other.ok(f"sessions/{other.session_id}/finish", reason={"type": "success"})
+        other.close()
+    assert alive() <= before + 1
+
+
+def test_failed_requests_leave_no_bodies_in_memory(wire):
+    model, short = wire.model(), np.ones(3, np.float32)
+    data = [datum(500, seed=i) for i in range(20)] + [datum(4, weights=short)]
+    for seq in range(1, 11):
+        assert "weights has shape [3]" in wire.failure(wire.train(model, seq, data))
+    gc.collect()
+    mark = data[0].tokens.astype("<i4").tobytes()[:400]
+    assert sum(mark in one for held in gc.get_objects() for one in gc.get_referents(held) if type(one) is bytes and len(one) > 200_000) <= 1
+
+
 def test_published_weights_that_were_dropped_are_out_of_memory(engine, tmp_path):
-    import gc
-
-    from spindle.compute.adapter import AdapterWeights
-
-    def alive() -> int:
-        gc.collect()
-        return sum(type(one) is AdapterWeights for one in gc.get_objects())
-
     with running(engine, store=tmp_path, name=NAME, settings=ServerSettings(max_snapshot_bytes=1)) as url:
         wire = Wire(url)
         model = wire.model()
