@@ -15,6 +15,7 @@ from spindle.codec import _codec
 from spindle.codec._codec import Limits, ScannedRequest, built_with, pool_stats
 from spindle.codec.arrays import scan_arrays
 from spindle.codec.messages import decode_forward_backward, encode_request, encode_sample_response
+from spindle.errors import MalformedBody
 
 __all__ = [
     "Limits",
@@ -81,7 +82,10 @@ def peek(body: Any, content_encoding: str | None = None, limits: Limits | None =
 
 def peek_stats(body: Any, content_encoding: str | None = None, limits: Limits | None = None) -> tuple[str, int, int]:
     """What ``peek`` says, and the number of bytes that it inflated to know it."""
-    return _codec.peek(body, content_encoding, limits or _DEFAULT_LIMITS)
+    try:
+        return _codec.peek(body, content_encoding, limits or _DEFAULT_LIMITS)
+    except UnicodeDecodeError:
+        raise MalformedBody("the body is not readable protobuf: model_id is not UTF-8") from None
 
 
 def _numpy(array: Any) -> Any:

@@ -43,3 +43,8 @@ def test_malformed():
     for raw, encoding in ((b"", None), (b"\0", None), (b"xxxx", "zstd"), (body(simple()), "zstd"), (b"\x0a\x01m", None)):
         with pytest.raises(MalformedBody):
             codec.peek(raw, encoding)
+
+
+def test_a_model_id_that_is_no_text_is_refused():
+    with pytest.raises(MalformedBody, match="model_id is not UTF-8"):
+        codec.peek(b"\x10\x05" + b"\x0a\x03m\x93m" + b"\xff")
