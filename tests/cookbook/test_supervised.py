@@ -1,4 +1,4 @@
-"""Supervised recipes: sl_loop, chat_sl with rolling checkpoints and resuming, prompt distillation and off-policy reasoning."""
+"""Supervised recipes: sl_loop with resuming, chat_sl with rolling checkpoints, prompt distillation and off-policy reasoning."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tests.cookbook import data
 pytestmark = [pytest.mark.cookbook, pytest.mark.timeout(900)]
 
 SMALL = {"batch_size": 8, "learning_rate": 3e-3, "max_length": 512, "max_steps": 4}
+LOOP = SMALL | {"lora_rank": 8, "save_every": 2}
 CHAT = SMALL | {"model_name": data.MODEL, "lora_rank": 8, "save_every": 2, "rolling_save_every": 1, "eval_every": 2}
 
 
 @pytest.fixture(scope="module")
 def runs(cookbook):
     cookbook.recipes(
-        ("sl_loop", "sl_loop", SMALL | {"lora_rank": 8, "save_every": 2}),
+        ("sl_loop", "sl_loop", LOOP),
         ("chat_sl.train", "chat_sl", CHAT | {"dataset": "no_robots"}),
         ("prompt_distillation.train", "prompt_distillation", SMALL | {"model_name": data.MODEL, "file_path": "conversations.jsonl"}),
         ("distillation.off_policy_reasoning", "reasoning", SMALL | {"max_prompts": 48, "buffer_size": 8, "eval_every": 0}),
@@ -28,7 +29,7 @@ def runs(cookbook):
 
 @pytest.mark.parametrize("log", ["sl_loop", "chat_sl", "prompt_distillation", "reasoning"])
 def test_likelihood_grows(runs, log):
-    likelihoods = runs.series(log, "train_mean_nll")
+    likelihoods = runs.series(log, "train_mean_nll")[:4]
     assert len(likelihoods) == 4 and likelihoods[-1] < 0.9 * likelihoods[0]
 
 
@@ -53,15 +54,14 @@ def test_rolling_checkpoints_are_deleted_and_the_others_stay(runs):
 
 
 def test_resumed_training_goes_on_as_if_never_interrupted(runs):
-    noted = runs.root / "chat_sl" / "checkpoints.jsonl"
-    before, lines = runs.rows("chat_sl"), noted.read_text().splitlines()
-    assert [row["step"] for row in before] == [0, 1, 2, 3]
+    noted = runs.root / "sl_loop" / "checkpoints.jsonl"
+    before, lines = runs.rows("sl_loop"), noted.read_text().splitlines()
     noted.write_text(next(line for line in lines if '"000002"' in line) + "\n")  # as an interruption after it leaves things
-    runs.recipes(("chat_sl.train", "chat_sl", CHAT | {"dataset": "no_robots", "behavior_if_log_dir_exists": "resume"}))
-    again = runs.rows("chat_sl")  # those after the checkpoint are dropped and logged anew
-    assert [row["step"] for row in again] == [0, 1, 2, 3]
-    for row, resumed in zip(before[2:], again[2:], strict=True):  # the second only when the optimizer's state was there
-        assert resumed["train_mean_nll"] == pytest.approx(row["train_mean_nll"], rel=1e-4)
-        assert resumed["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-3)
+    runs.recipes(("sl_loop", "sl_loop", LOOP))
+    again = runs.rows("sl_loop")[len(before) :]
+    assert [row["step"] for row in again] == [2, 3]
+    for row, resumed in zip(before[2:], again, strict=True):  # the second only when the optimizer's state was there
+        assert resumed["train_mean_nll"] == pytest.approx(row["train_mean_nll"], rel=1e-5)
+        assert resumed["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
     first, last = (json.loads(line)["state_path"].split("/")[2] for line in (lines[0], noted.read_text().splitlines()[-1]))
     assert first != last  # another run

@@ -1,5 +1,5 @@
-"""Run cookbook recipes one after the other, each as ``python -m MODULE ARGUMENTS`` would be: reads ``[[module, argument…], …]`` as JSON from
-standard input. One process, because importing the cookbook takes longer than a tiny run."""
+"""Run cookbook recipes one after the other, each as ``python -m MODULE ARGUMENTS`` would be: reads ``[[module, argument…], …]`` as JSON
+from standard input. One process, because importing the cookbook takes longer than a tiny run."""
 
 from __future__ import annotations
 
