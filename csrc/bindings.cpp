@@ -195,6 +195,18 @@ std::pair<Bytes, Tensor> input_of(const py::tuple& given) {
     return {text_of(given[0]), tensor};
 }
 
+// (of loss_fn_inputs, sampled, sequence_id, offset, length)
+Span span_of(const py::tuple& given) {
+    Span span;
+    span.of_inputs = given[0].cast<bool>();
+    span.sampled = given[1].cast<bool>();
+    span.set = true;
+    span.sequence_id = text_of(given[2]);
+    span.offset = given[3].cast<int64_t>();
+    span.length = given[4].cast<int64_t>();
+    return span;
+}
+
 std::unique_ptr<ScannedRequest> py_scan_arrays(const py::str& model_id, int32_t seq_id, const py::list& datums, const py::str& loss_fn,
                                                const py::dict& loss_fn_config, bool forward_only, const Limits& limits) {
     auto held = std::make_shared<Held>();
@@ -218,6 +230,7 @@ std::unique_ptr<ScannedRequest> py_scan_arrays(const py::str& model_id, int32_t 
         ArrayDatum out;
         out.tokens = {bytes_of(tokens), dtype_of(tokens)};
         for (const py::handle& input : datum[1]) out.inputs.push_back(input_of(input.cast<py::tuple>()));
+        for (const py::handle& item : datum[2]) out.spans.push_back(span_of(item.cast<py::tuple>()));
         arrays.push_back(std::move(out));
     }
     const Bytes model = text_of(model_id);

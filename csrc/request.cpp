@@ -265,6 +265,14 @@ void parse_chunk(Bytes message, Builder& builder, int64_t index) {
     builder.add_chunk(chunk);
 }
 
+void add_checked_span(const Span& span, Builder& builder) {
+    const char* field = span.of_inputs ? "loss_fn_input_spans" : "model_input_spans";
+    if (!span.set) throw builder.wrong(text(field, " has a span that is neither prompt_tokens nor sampled_tokens"));
+    if (span.offset < 0 || span.length < 0)
+        throw builder.wrong(text(field, " has offset ", span.offset, " and length ", span.length, ": neither may be negative"));
+    builder.add_span(span);
+}
+
 void parse_span(Bytes message, bool of_inputs, Builder& builder, const Limits& limits) {
     Reader reader(message);
     Span span;
@@ -286,11 +294,7 @@ void parse_span(Bytes message, bool of_inputs, Builder& builder, const Limits& l
         }
     }
     span.of_inputs = of_inputs;
-    const char* field = of_inputs ? "loss_fn_input_spans" : "model_input_spans";
-    if (!span.set) throw builder.wrong(text(field, " has a span that is neither prompt_tokens nor sampled_tokens"));
-    if (span.offset < 0 || span.length < 0)
-        throw builder.wrong(text(field, " has offset ", span.offset, " and length ", span.length, ": neither may be negative"));
-    builder.add_span(span);
+    add_checked_span(span, builder);
 }
 
 void parse_input(Bytes entry, Builder& builder) {
@@ -507,6 +511,10 @@ Request assemble(Bytes model_id, int32_t seq_id, Bytes loss_fn, bool forward_onl
             builder.begin_datum();
             builder.add_chunk(datum.tokens);
             for (const auto& [name, tensor] : datum.inputs) builder.add_tensor(name, tensor);
+            for (Span span : datum.spans) {
+                span.sequence_id = checked_text(span.sequence_id, "a span's sequence_id", limits);
+                add_checked_span(span, builder);
+            }
             request.nbytes += datum.tokens.tokens.size;
             for (const auto& [name, tensor] : datum.inputs) request.nbytes += tensor.values.size + tensor.crow.size + tensor.col.size;
             builder.end_datum();

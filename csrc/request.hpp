@@ -104,6 +104,7 @@ Request scan(Bytes body, Encoding encoding, const Limits& limits);
 struct ArrayDatum {
     Chunk tokens;
     std::vector<std::pair<Bytes, Tensor>> inputs;  // name, tensor with layout, dtype, rank, shape and bytes set
+    std::vector<Span> spans;
 };
 
 // The in-process twin of scan. Everything it is given must outlive the request.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -56,10 +56,14 @@ class Datum:
     tokens: [N] integer token ids. Position i predicts what follows token i.
     loss_fn_inputs: by name, e.g. ``target_tokens`` [N] or [N, K] integers, ``weights`` of the same shape, float32.
         Values may be numpy arrays, lists, torch tensors or ``TensorData``.
+    model_input_spans, loss_fn_input_spans: where tokens and target_tokens come from, for ``stable_reinforce``: runs that tile them, each
+        (``"prompt_tokens"`` or ``"sampled_tokens"``, sequence id, offset, length).
     """
 
     tokens: Any
     loss_fn_inputs: Mapping[str, Any] = field(default_factory=dict)
+    model_input_spans: Sequence[tuple[str, str, int, int]] = ()
+    loss_fn_input_spans: Sequence[tuple[str, str, int, int]] = ()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 
 import spindle
 from spindle import AdamParams, Datum, SchedulerConfig, codec, losses
-from spindle.codec import wire_pb2
 from spindle.compute.model import BaseModel
 from spindle.errors import Conflict, EngineClosed, InvalidRequest, MalformedBody, NotFound, ServerError, UserError
 from spindle.operations import OptimStep, Publish
@@ -339,13 +338,9 @@ def spanned(adapter, seq_id, prompt, sequence, sequence_id, advantages, offset=0
     tokens = np.concatenate([prompt, sequence])
     n = len(tokens) - 1
     q = np.zeros(n, np.float32)  # what the client says: not used
-    one = Datum(tokens[:-1], {"target_tokens": tokens[1:], "logprobs": q, "advantages": advantages})
-    message = wire_pb2.ForwardBackwardRequest.FromString(codec.encode_request(adapter.model_id, seq_id, [one], "stable_reinforce"))
-    for spans in (message.data[0].model_input_spans, message.data[0].loss_fn_input_spans):
-        spans.add().prompt_tokens.length = len(prompt) - 1
-        named = spans.add().sampled_tokens
-        named.sequence_id, named.offset, named.length = sequence_id, offset, len(sequence)
-    return message.SerializeToString()
+    spans = [("prompt_tokens", "", 0, len(prompt) - 1), ("sampled_tokens", sequence_id, offset, len(sequence))]
+    one = Datum(tokens[:-1], {"target_tokens": tokens[1:], "logprobs": q, "advantages": advantages}, spans, spans)
+    return codec.encode_request(adapter.model_id, seq_id, [one], "stable_reinforce")
 
 
 def test_stable_reinforce_reads_what_our_sampler_recorded(engine):
@@ -424,6 +419,25 @@ def test_a_failure_while_filling_fails_only_those_requests(engine, monkeypatch):
     monkeypatch.setattr(executor, "_fill", fill)
     adapter.forward([datum(3)]).result(60)
     assert engine.resident(adapter.model_id).users == 0
+
+
+def test_spans_of_in_process_datums(engine):
+    adapter = engine.create_adapter(rank=4, seed=1)
+    prompt, params = np.array([5, 6, 7]), spindle.SamplingParams(max_tokens=4, stop=[], seed=3)
+    sampled = adapter.sample(prompt, params, record_stability_info=True, sequence_ids=["q"]).result(60).sequences[0]
+    tokens = np.concatenate([prompt, sampled.tokens])
+    inputs = {"target_tokens": tokens[1:], "logprobs": np.zeros(6, np.float32), "advantages": np.array([0, 0, 1, 1, 1, 1], np.float32)}
+    spans = [("prompt_tokens", "", 0, 2), ("sampled_tokens", "q", 0, 4)]
+    output = adapter.forward_backward([Datum(tokens[:-1], inputs, spans, spans)], "stable_reinforce").result(60)
+    assert output.loss == pytest.approx(-sampled.logprobs.sum(), rel=1e-4)
+    for span, text in [
+        (("tokens", "q", 0, 4), r"datum 0: loss_fn_input_spans has \('tokens', 'q', 0, 4\): a span is \(prompt_tokens or"),
+        (("sampled_tokens", "q", 0), "datum 0: loss_fn_input_spans has"),
+        (("sampled_tokens", "q", 0, 2**70), "datum 0: loss_fn_input_spans has"),
+        (("sampled_tokens", "q", -1, 4), "loss_fn_input_spans has offset -1 and length 4: neither may be negative"),
+    ]:
+        with pytest.raises(InvalidRequest, match=text):
+            adapter.forward_backward([Datum(tokens[:-1], inputs, spans, [spans[0], span])], "stable_reinforce").result(60)
 
 
 def test_a_sample_does_not_wait_for_anothers_whole_step(model):

@@ -103,7 +103,8 @@ def scan_arrays(
     loss_fn_config: dict[str, float | str],
     forward_only: bool,
     limits: Limits,
-) -> ScannedRequest: ...
+) -> ScannedRequest:
+    """datums: (tokens, inputs, spans); a span is (of loss_fn_inputs, sampled, sequence_id, offset, length)."""
 def fill(
     request: ScannedRequest,
     datum_indices: npt.NDArray[np.int64],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,13 +41,30 @@ def scan_arrays(
     return _scan_arrays(model_id, seq_id, plain, loss_fn, config, forward_only, limits or Limits())
 
 
-def _datum(index: int, datum: Datum) -> tuple[np.ndarray, list[tuple]]:
+def _datum(index: int, datum: Datum) -> tuple[np.ndarray, list[tuple], list[tuple]]:
     tokens = _array(index, "model_input", datum.tokens)
     if tokens.ndim != 1 or tokens.dtype.kind != "i":
         raise InvalidRequest(
             f"datum {index}: model_input has shape {list(tokens.shape)} and dtype {tokens.dtype}: one row of integers is needed"
         )
-    return tokens, [_input(index, str(name), value) for name, value in datum.loss_fn_inputs.items()]
+    spans = [_span(index, False, span) for span in datum.model_input_spans] + [
+        _span(index, True, span) for span in datum.loss_fn_input_spans
+    ]
+    return tokens, [_input(index, str(name), value) for name, value in datum.loss_fn_inputs.items()], spans
+
+
+def _span(index: int, of_inputs: bool, span: Any) -> tuple[bool, bool, str, int, int]:
+    field = "loss_fn_input_spans" if of_inputs else "model_input_spans"
+    try:
+        kind, sequence_id, offset, length = span
+        checked = (of_inputs, kind == "sampled_tokens", str(sequence_id), operator.index(offset), operator.index(length))
+    except (TypeError, ValueError):
+        kind = None
+    if kind not in ("prompt_tokens", "sampled_tokens") or not all(-(2**63) <= number < 2**63 for number in checked[3:]):
+        raise InvalidRequest(
+            f"datum {index}: {field} has {span!r}: a span is (prompt_tokens or sampled_tokens, sequence_id, offset, length)"
+        )
+    return checked
 
 
 def _input(index: int, name: str, value: Any) -> tuple:

@@ -35,13 +35,18 @@ def encode_request(
             request.loss_fn_config[key] = value
             request.loss_fn_config_v2[key].number = value
     for index, datum in enumerate(datums):
-        tokens, inputs = _datum(index, datum)
+        tokens, inputs, spans = _datum(index, datum)
         message = request.data.add()
         if tokens.size and not -(1 << 31) <= tokens.min() <= tokens.max() < 1 << 31:
             raise InvalidRequest(f"datum {index}: tokens hold an id that does not fit 32 bits")
         message.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
         for name, data, crow, col, shape in inputs:
             _write_tensor(message.loss_fn_inputs[name], TensorData(data, shape, crow, col))
+        for of_inputs, sampled, sequence_id, offset, length in spans:
+            span = (message.loss_fn_input_spans if of_inputs else message.model_input_spans).add()
+            run = span.sampled_tokens if sampled else span.prompt_tokens
+            run.sequence_id, run.offset, run.length = sequence_id, offset, length
+            run.SetInParent()
     body = request.SerializeToString()
     if not zstd:
         return body
