@@ -16,7 +16,13 @@ _STEPS: dict[type, Callable[..., list[dict[str, float]]]] = {AdamParams: adamw_s
 
 def step_together(adapters: Sequence[Adapter], params: AdamParams | DimuonParams) -> list[dict[str, float]]:
     """One step of several adapters on one device with the same settings. Clears their gradients; returns metrics, one each."""
-    return _STEPS[type(params)](adapters, params)
+    grads = [adapter.grads for adapter in adapters]
+    try:
+        return _STEPS[type(params)](adapters, params)
+    except BaseException:
+        for adapter, grad in zip(adapters, grads, strict=True):
+            adapter.grads = grad  # nothing was stepped: what had accumulated stays
+        raise
 
 
 def step(adapter: Adapter, params: AdamParams | DimuonParams) -> dict[str, float]:

@@ -73,3 +73,17 @@ def test_the_same_seed_gives_the_same_start():
     assert torch.equal(one.params, two.params) and not torch.equal(one.params, other.params)
     (a, b), *_ = one.weights().matrices.values()
     assert not b.any() and a.abs().max() <= 24**-0.5 and a.std() == pytest.approx(24**-0.5 / 3**0.5, rel=0.2)
+
+
+def test_a_step_that_fails_keeps_what_had_accumulated(monkeypatch):
+    ours, grad = adapter(), torch.ones(adapter().layout.numel)
+    ours.grads = grad
+    before = ours.params.clone()
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("spindle.optim.adamw.adamw", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        optim.step(ours, AdamParams())
+    assert ours.grads is grad and torch.equal(ours.params, before) and ours.step == 0
