@@ -1,4 +1,4 @@
-"""Decisions by one answer token: a custom loss over [N, 2] targets in CSR, scored through target_prompt_logprobs."""
+"""Decisions by one answer token: a custom loss over [N, 2] targets in CSR, scored through target_prompt_logprobs; and the chat."""
 
 from __future__ import annotations
 
@@ -28,3 +28,9 @@ def test_the_demo_answers_with_probabilities(cookbook):
     answer = cookbook.process("-m", "tinker_cookbook.recipes.decisions.demo", f"model_name={data.MODEL}", stdin="How do I pay for wool?\n")
     probabilities = [float(line.split(":")[-1].strip(" ,")) for line in answer.splitlines() if line.startswith("  ")]
     assert len(probabilities) == 4 and sum(probabilities) == pytest.approx(1, abs=1e-3)
+
+
+def test_chat_in_the_terminal(cookbook):
+    arguments = [f"base_model={data.MODEL}", "max_tokens=8", "temperature=0.1", "top_p=0.5"]
+    said = cookbook.process("-m", "tinker_cookbook.chat_app.tinker_chat_cli", *arguments, stdin="What is sold in Lund for wool?\nexit\n")
+    assert "Assistant: <think>" in said  # the renderer's prefill, then what was sampled; it ends at "exit"

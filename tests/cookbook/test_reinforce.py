@@ -24,8 +24,9 @@ SMALL = {
 }
 
 
-NUMERICS = {"model_name": data.MODEL, "renderer_name": "qwen3_5_disable_thinking", "max_steps": 2, "groups_per_batch": 2, "group_size": 2}
-NUMERICS |= {"max_tokens": 16, "lora_rank": 4, "learning_rate": 1e-3, "save_every": 0}
+FEW = {"model_name": data.MODEL, "renderer_name": "qwen3_5_disable_thinking", "max_steps": 2, "groups_per_batch": 2, "group_size": 2}
+FEW |= {"max_tokens": 16, "lora_rank": 4, "learning_rate": 1e-3, "save_every": 0, "eval_every": 0}
+JUDGED = {key: value for key, value in FEW.items() if key != "group_size"} | {"train_group_size": 2, "grader_llm_name": data.OTHER}
 STREAMING = {"loss_fn": "importance_sampling", "stream_minibatch_config.num_minibatches": 2, "stream_minibatch_config.groups_per_batch": 4}
 
 
@@ -39,7 +40,9 @@ def runs(cookbook):
         ("math_rl.train", "rl/streaming", SMALL | STREAMING),
         ("math_rl.train", "rl/gsm8k", SMALL | {"env": "gsm8k", "loss_fn": "cispo", "max_tokens": 12, "eval_every": 1, "max_steps": 2}),
         ("rl_loop", "rl/loop", {"max_steps": 2, "batch_size": 4, "group_size": 2, "max_tokens": 12, "lora_rank": 4, "save_every": 1}),
-        ("rl_numerics_check.train", "rl/numerics", NUMERICS | pages),
+        ("rl_numerics_check.train", "rl/numerics", FEW | pages),
+        ("rubric.train", "rl/rubric", JUDGED | {f"{split}_jsonl_path": "rubric.jsonl" for split in ("train", "test")}),
+        ("forecasting.train", "rl/forecasting", FEW | {"data_path": "markets.csv", "split_date": "2025-07-01"}),
     )
     return cookbook
 
@@ -94,3 +97,8 @@ def test_many_turns_reuse_their_prefix(runs):
         assert row["env/all/total_turns"] >= 4
         assert row["tokens/prefill_cached"] + row["tokens/prefill_uncached"] == row["env/all/total_ob_tokens"]
         assert row["tokens/prefill_cached"] > 0
+
+
+@pytest.mark.parametrize("log", ["rubric", "forecasting"])
+def test_rewards_from_a_judge_and_from_the_world(runs, log):
+    assert len(policy_is_the_samplers(runs.rows(f"rl/{log}"))) == 2
