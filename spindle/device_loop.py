@@ -26,8 +26,8 @@ class DeviceLoop:
     """Owns the thread of device ``index``.
 
     sampling_share: the part of the time that sampling may take while training waits. prefetch: a second thread fills the next micro-batch
-    while this one is computed. What came meanwhile from a client that has no part in it may still overtake it, so that nobody waits for
-    more than the micro-batch that runs.
+    while this one is computed. What came meanwhile from a client that has used less may still overtake it, so that a small request waits
+    for no more than the micro-batch that runs.
     cpu_threads: torch's threads on this device; 0 leaves them alone.
     """
 
@@ -122,7 +122,7 @@ class DeviceLoop:
             raise StopIteration
         if isinstance(job, MicroBatch):
             if self._overtaken < OVERTAKE:
-                other = self.scheduler.other_work(self.index, {segment.tag.item.queue.client for segment in job.segments})
+                other = self.scheduler.overtaking_work(self.index, [segment.tag.item for segment in job.segments])
                 if other is not None:
                     self._ready, self._overtaken = job, self._overtaken + 1
                     return self.executor.fill(other.blocks) if other.blocks else other.operations

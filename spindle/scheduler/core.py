@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Set
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,10 +193,11 @@ class Scheduler:
             for item, error in doomed:
                 item.future.fail(error)
 
-    def other_work(self, device: int, but: Set[str]) -> Work | None:
-        """What ``device`` could do for clients other than ``but``, operations first; does not wait."""
+    def overtaking_work(self, device: int, ready: Iterable[Item]) -> Work | None:
+        """What ``device`` should do before a micro-batch that lies ready: operations, and blocks of clients that have used less than
+        those of the ``ready`` items. Does not wait."""
         with self._lock:
-            return self._take(device, but)
+            return self._take(device, {item.account for item in ready if item.account is not None})
 
     def wake(self, device: int) -> None:
         """Make ``next_work`` of that device return even without work."""
@@ -219,14 +220,14 @@ class Scheduler:
                     return None
                 self._io_ready.wait()
 
-    def _take(self, device: int, but: Set[str] = frozenset()) -> Work | None:
+    def _take(self, device: int, overtaking: Collection[Client] = ()) -> Work | None:
         operations = self._operations[device]
         if operations:
             ready = [item for item in operations if self._start(item)]
             operations.clear()
             if ready:
                 return Work(operations=ready)
-        blocks = self._rings.take(device, self.config.token_budget, self._may_run, self._hand_out, but)
+        blocks = self._rings.take(device, self.config.token_budget, self._may_run, self._hand_out, overtaking)
         return Work(blocks=blocks) if blocks else None
 
     def _start(self, operation: Item) -> bool:

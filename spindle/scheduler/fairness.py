@@ -7,8 +7,9 @@ clients nor the depth of their queues.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection
 
 from spindle.scheduler.items import Block
 from spindle.scheduler.queues import AdapterQueue
@@ -56,19 +57,20 @@ class Rings:
         budget_tokens: int,
         may_run: Callable[[AdapterQueue, int], bool],
         hand_out: Callable[[AdapterQueue], Block | None],
-        but: Set[str] = frozenset(),
+        overtaking: Collection[Client] = (),
     ) -> list[Block]:
         """Blocks of one micro-batch for ``device``: at most ``budget_tokens`` together, or one longer block alone.
 
-        but: names of clients that are passed over this time.
+        overtaking: clients whose micro-batch lies ready already; only who has used less than any of them may go before it.
         """
         ring, bit = self.rings[device], 1 << device
         taken: list[Block] = []
         passed: list[Client] = []
         room = budget_tokens
+        bar = max((client.account for client in overtaking), default=-math.inf)
         while ring and room > 0 and len(passed) < LOOK_AHEAD:
             client = ring[0]
-            if client.name in but:
+            if client in overtaking or client.account <= bar:
                 passed.append(ring.popleft())
                 continue
             if client.account <= 0:

@@ -304,3 +304,18 @@ def test_weights_share_out_the_tokens():
         scheduler.put(train("light", seq, (16,)))
     ran = [step(scheduler)[0][0] for _ in range(200)]
     assert 2.7 <= ran.count("heavy") / ran.count("light") <= 3.3
+
+
+def test_only_who_has_used_less_overtakes_a_micro_batch_that_lies_ready():
+    scheduler = make(adapters=("flood", "small"))
+    for seq in range(1, 9):
+        scheduler.put(train("flood", seq, (16,)))
+    ready = scheduler.next_work(0, 0).blocks
+    assert scheduler.overtaking_work(0, [b.item for b in ready]) is None
+    scheduler.put(train("small", 1, (4,)))
+    first = scheduler.overtaking_work(0, [b.item for b in ready]).blocks
+    assert [b.item.model_id for b in first] == ["small"]
+    assert scheduler.overtaking_work(0, [b.item for b in first]) is None, "the flood may not go before the small one"
+    finish(scheduler, first[0])
+    scheduler.put(operation("small", 2))
+    assert [i.model_id for i in scheduler.overtaking_work(0, [b.item for b in ready]).operations] == ["small"]
