@@ -14,6 +14,7 @@ from spindle.compute.batch import MicroBatch
 from spindle.executor import Executor
 from spindle.sampling import Sampler
 from spindle.scheduler import Item, Scheduler
+from spindle.threads import join_all
 
 logger = logging.getLogger("spindle")
 
@@ -73,10 +74,7 @@ class DeviceLoop:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads after the scheduler is closed. False when they did not end in time."""
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return join_all(self._threads, timeout_s)
 
     def _run(self) -> None:
         if self._cpu_threads:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from spindle.operations import LoadState, SaveState
 from spindle.residency import AdapterPool, Resident
 from spindle.scheduler import Item, Scheduler
 from spindle.store import checkpoint
+from spindle.threads import join_all
 
 logger = logging.getLogger("spindle")
 
@@ -29,10 +29,7 @@ class IoLoop:
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return join_all(self._threads, timeout_s)
 
     def _run(self) -> None:
         while (item := self.scheduler.next_io()) is not None:

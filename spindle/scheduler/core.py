@@ -100,12 +100,6 @@ class Scheduler:
         for item in doomed:
             item.future.fail(error)
 
-    def busy(self, model_id: str) -> bool:
-        """Whether anything of this adapter waits or runs."""
-        with self._lock:
-            queue = self._queues.get(model_id)
-            return queue is not None and bool(queue.running_blocks or queue.operation or queue.ready or queue.held)
-
     # --- in -------------------------------------------------------------------------------------------------------
 
     def put(self, item: Item) -> Future:
