@@ -20,6 +20,7 @@ import torch
 
 from spindle.compute.adapter import Adapter, views
 from spindle.optim.gradient import take_gradients
+from spindle.optim.overflow import bounds_after, carry, skip
 from spindle.types import DimuonParams
 
 __all__ = ["dimuon_step"]
@@ -55,14 +56,21 @@ def dimuon_step(adapters: Sequence[Adapter], params: DimuonParams) -> list[dict[
         metrics["learning_rate"] = params.learning_rate
         if grad is None:
             continue
+        rate = params.learning_rate * (32 / adapter.layout.lora.rank) ** exponent
+        furthest = rate * math.sqrt(adapter.layout.lora.rank)  # an entry of D is at most its norm
+        grad_norm = min(metrics["grad_norm"], params.grad_clip_norm) if params.grad_clip_norm > 0 else metrics["grad_norm"]
+        bounds = bounds_after(adapter, grad_norm, lambda known, furthest=furthest: known.params + furthest)  # type: ignore[misc]
+        if bounds is None:
+            skip(metrics)
+            continue
         adapter.exp_avg.lerp_(grad, 1 - params.beta1)
         adapter.step += 1
         if not adapter.layout.numel:
             continue
-        rate = params.learning_rate * (32 / adapter.layout.lora.rank) ** exponent
         matrices = views(adapter.params, adapter.layout)
         for path, (da, db) in _directions(adapter.exp_avg, adapter, params.damping or 0.0).items():
             a, b = matrices[path]
             a.sub_(da.reshape(a.shape).to(a.dtype), alpha=rate)
             b.sub_(db.permute(2, 1, 0).reshape(b.shape).to(b.dtype), alpha=rate)
+        carry(adapter, bounds)
     return [metrics for _, metrics in taken]

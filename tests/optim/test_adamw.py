@@ -10,6 +10,7 @@ import torch
 from spindle import optim
 from spindle.compute.adapter import Adapter
 from spindle.compute.layout import LoraTarget, build_layout
+from spindle.optim import overflow
 from spindle.types import AdamParams, LoraConfig
 
 TARGETS = [LoraTarget("model.layers.0.self_attn.q_proj", 24, 40, "attn"), LoraTarget("lm_head", 24, 100, "unembed")]
@@ -87,3 +88,69 @@ def test_a_step_that_fails_keeps_what_had_accumulated(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         optim.step(ours, AdamParams())
     assert ours.grads is grad and torch.equal(ours.params, before) and ours.step == 0
+
+
+def state_of(ours: Adapter) -> list[torch.Tensor]:
+    return [x.clone() for x in (ours.params, ours.exp_avg, ours.exp_avg_sq)]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AdamParams(learning_rate=1e30),
+        AdamParams(learning_rate=3e38, weight_decay=3e38),
+        AdamParams(learning_rate=1e12, weight_decay=1e10),
+    ],
+)
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_step_that_would_overflow_changes_nothing_and_says_so(params, steps_before):
+    ours = adapter()
+    for _ in range(steps_before):
+        ours.grads = torch.full_like(ours.params, 0.5)
+        ours.grads[:7] = 0.0
+        optim.step(ours, AdamParams(beta1=0.0))
+    kept = state_of(ours)
+    ours.grads = torch.full_like(ours.params, 0.25)
+    ours.grads[:7] = 0.0
+    metrics = optim.step(ours, params)
+    assert (metrics["step_skipped"], metrics["overflow"], metrics["learning_rate"]) == (1.0, 1.0, params.learning_rate)
+    assert metrics["grad_norm"] == pytest.approx(0.25 * math.sqrt(len(ours.params) - 7), rel=1e-6)
+    assert ours.grads is None and ours.step == steps_before
+    assert all(torch.equal(x, y) for x, y in zip(state_of(ours), kept, strict=True))
+    ours.grads = torch.ones_like(ours.params)
+    assert optim.step(ours, AdamParams())["step_skipped"] == 0.0 and ours.params.isfinite().all()
+
+
+def test_a_step_too_large_for_the_bound_but_not_in_truth_is_taken_as_ever():
+    """A tiny eps, an enormous gradient: tried with a backup, kept, bit for bit torch's."""
+    for params, size in ((AdamParams(eps=1e-30), 1.0), (AdamParams(learning_rate=1e-3), 1e15)):
+        ours = adapter()
+        reference = torch.nn.Parameter(ours.params.clone())
+        torch_adam = torch.optim.AdamW([reference], params.learning_rate, (params.beta1, params.beta2), params.eps, 0.0, fused=True)
+        for step in range(3):
+            ours.grads = size * torch.randn(len(ours.params), generator=torch.Generator().manual_seed(step))
+            reference.grad = ours.grads.clone()
+            assert optim.step(ours, params)["step_skipped"] == 0.0
+            torch_adam.step()
+        assert torch.equal(ours.params, reference.detach())
+
+
+def test_ordinary_steps_measure_once_and_never_copy(monkeypatch):
+    measured = []
+    monkeypatch.setattr("spindle.optim.overflow.measure", lambda *buffers: measured.append(1) or [1.0, 1.0])
+    monkeypatch.setattr("spindle.optim.adamw.measure", lambda *buffers: pytest.fail("a backup was made"))
+    ours = adapter()
+    for step in range(100):
+        ours.grads = torch.randn(len(ours.params), generator=torch.Generator().manual_seed(step))
+        optim.step(ours, AdamParams(learning_rate=1e-3))
+    assert len(measured) == 1
+
+
+def test_carried_bounds_hold():
+    ours = adapter()
+    generator = torch.Generator().manual_seed(0)
+    for step in range(30):
+        ours.grads = 10.0 ** (step % 5 - 2) * torch.randn(len(ours.params), generator=generator)
+        optim.step(ours, AdamParams(10.0 ** (step % 3 - 2), 0.1 * (step % 9), 0.9, 10.0 ** -(step % 8), 0.1 * (step % 4)))
+        largest, moment = overflow._carried[ours][1]
+        assert ours.params.abs().max() <= largest * (1 + 1e-6) and ours.exp_avg.abs().max() <= moment * (1 + 1e-6)

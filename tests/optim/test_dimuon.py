@@ -97,3 +97,21 @@ def test_clipping_nothing_and_damage():
     kept = ours.params.clone()
     assert optim.step(ours, DimuonParams())["step_skipped"] == 1.0
     assert torch.equal(ours.params, kept) and ours.grads is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        DimuonParams(learning_rate=1e30),
+        DimuonParams(learning_rate=3e38, rank_lr_correction_exponent=7.0),
+    ],
+)
+def test_a_step_that_would_overflow_changes_nothing_and_says_so(params):
+    ours = adapter()
+    ours.grads = torch.ones_like(ours.params)
+    optim.step(ours, DimuonParams(learning_rate=0.1))
+    before = ours.params.clone(), ours.exp_avg.clone()
+    ours.grads = torch.ones_like(ours.params)
+    metrics = optim.step(ours, params)
+    assert (metrics["step_skipped"], metrics["overflow"]) == (1.0, 1.0) and ours.step == 1 and ours.grads is None
+    assert torch.equal(ours.params, before[0]) and torch.equal(ours.exp_avg, before[1])
