@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import shutil
@@ -14,6 +15,8 @@ from spindle.errors import InvalidRequest
 __all__ = ["directory_bytes", "new_directory", "remove_directory"]
 
 TEMPORARY_PREFIX = ".writing-"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux with glibc 2.28 or newer
 
 
 @contextmanager
@@ -21,7 +24,8 @@ def new_directory(path: str | os.PathLike[str], replace: bool = False) -> Iterat
     """Yield an empty directory to fill; on a clean exit it appears at ``path``, whole and synced to disk.
 
     On an exception nothing is left behind and what was at ``path`` stays. Raises InvalidRequest when ``path``
-    exists and ``replace`` is false.
+    exists and ``replace`` is false. A replaced directory and the new one change places in one step, where the system
+    knows how; else there is a moment between two renames at which a crash leaves neither at ``path``.
     """
     target = Path(path).absolute()
     if target.exists() and not replace:
@@ -48,10 +52,21 @@ def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
         return
     if not replace:
         raise InvalidRequest(f"{target} already exists: choose another name, or allow it to be replaced")
+    if _exchange(temporary, target):
+        _sync(target.parent)  # before the old one goes
+        shutil.rmtree(temporary, ignore_errors=True)
+        return
     old = target.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-old"
     os.rename(target, old)
     os.rename(temporary, target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two directories in one step, so that at no moment either name is without one. False where the system cannot."""
+    if _renameat2 is None:
+        return False
+    return _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def remove_directory(path: str | os.PathLike[str]) -> None:

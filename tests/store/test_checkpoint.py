@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from spindle.errors import InvalidRequest, NotFound, ServerError
+from spindle.store import files
 from spindle.store.checkpoint import load_adapter, save_adapter
 from spindle.types import LoraConfig
 
@@ -127,3 +131,58 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(TypeError):
         save(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+def die_while_replacing(target: Path, last: int, renames: bool) -> int:
+    """In a child that ends at step ``last``, before or after a call that changes the disk. Its exit code; 0 when there are fewer steps."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    steps = 0
+
+    def dying(function):
+        def call(*args, **kwargs):
+            nonlocal steps
+            for moment in ("before", "after"):
+                steps += 1
+                if steps == last:
+                    os._exit(7)
+                if moment == "before":
+                    result = function(*args, **kwargs)
+            return result
+
+        return call
+
+    if renames:
+        files._renameat2 = None
+    for where, name in ((files, "_exchange"), (files, "_sync"), (os, "rename"), (shutil, "rmtree")):
+        setattr(where, name, dying(getattr(where, name)))
+    with files.new_directory(target, replace=True) as directory:
+        for name in ("a", "b"):
+            (directory / name).write_text("new")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("way", ["exchange", "renames"])
+def test_a_process_that_dies_while_replacing_leaves_a_whole_checkpoint(tmp_path, way):
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    if way == "exchange" and not files._exchange(one, other):
+        pytest.skip("this system cannot exchange two directories in one step")
+    found, code = [], 7
+    while code == 7:
+        root = tmp_path / str(len(found))
+        target = root / "state"
+        target.mkdir(parents=True)
+        for name in ("a", "b"):
+            (target / name).write_text("old")
+        code = die_while_replacing(target, len(found) + 1, renames=way == "renames")
+        texts = {(target / name).read_text() if (target / name).exists() else None for name in ("a", "b")}
+        assert len(texts) == 1, (len(found), texts)  # never a mixture
+        found += texts
+        files.sweep_temporary(root)
+        assert [path.name for path in root.iterdir()] == (["state"] if texts != {None} else [])
+    assert code == 0 and len(found) > 10
+    assert "old" in found and found[-1] == "new"
+    assert (None in found) is (way == "renames")  # what the exchange is for
