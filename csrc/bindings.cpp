@@ -7,6 +7,7 @@
 #include <limits>
 #include <mutex>
 
+#include "cells.hpp"
 #include "encode.hpp"
 #include "errors.hpp"
 #include "fill.hpp"
@@ -295,6 +296,42 @@ void py_fill(const ScannedRequest& scanned, const IntArray& indices, const py::o
     fill(request, indices.data(), count, to);
 }
 
+template <class T>
+py::array_t<T> array_of(const std::vector<T>& values) {
+    return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+const int64_t* checked(const IntArray& indices, const ScannedRequest& scanned) {
+    for (py::ssize_t i = 0; i < indices.size(); ++i)
+        if (indices.data()[i] < 0 || static_cast<size_t>(indices.data()[i]) >= scanned.num_datums)
+            throw py::index_error("datum " + std::to_string(indices.data()[i]) + " of " + std::to_string(scanned.num_datums));
+    return indices.data();
+}
+
+py::array_t<int64_t> py_listed_cells(const ScannedRequest& scanned, const IntArray& indices, const std::vector<std::string>& names) {
+    const auto held = scanned.use();
+    std::vector<int64_t> which;
+    for (const std::string& name : names) which.push_back(held->request.name_index(name));
+    const int64_t* datums = checked(indices, scanned);
+    std::vector<int64_t> cells;
+    {
+        const py::gil_scoped_release no_gil;
+        cells = listed_cells(held->request, datums, static_cast<size_t>(indices.size()), which);
+    }
+    return array_of(cells);
+}
+
+py::array_t<float> py_spread_input(const ScannedRequest& scanned, const IntArray& indices, const std::string& name) {
+    const auto held = scanned.use();
+    const int64_t* datums = checked(indices, scanned);
+    std::vector<float> values;
+    {
+        const py::gil_scoped_release no_gil;
+        values = spread_input(held->request, datums, static_cast<size_t>(indices.size()), held->request.name_index(name));
+    }
+    return array_of(values);
+}
+
 py::bytes py_encode(const FloatArray& logprobs, const IntArray& lengths, const IntArray& widths,
                     const std::vector<std::pair<std::string, double>>& metrics) {
     if (lengths.size() != widths.size()) throw py::value_error("lengths and widths must have one entry per datum");
@@ -430,6 +467,8 @@ PYBIND11_MODULE(_codec, m, py::mod_gil_not_used()) {
     m.def("scan", &py_scan, "body"_a, "content_encoding"_a, "limits"_a);
     m.def("scan_arrays", &py_scan_arrays, "model_id"_a, "seq_id"_a, "datums"_a, "loss_fn"_a, "loss_fn_config"_a, "forward_only"_a, "limits"_a);
     m.def("fill", &py_fill, "request"_a, "datum_indices"_a, "tokens"_a, "positions"_a, "targets"_a, "inputs"_a);
+    m.def("listed_cells", &py_listed_cells, "request"_a, "datum_indices"_a, "names"_a);
+    m.def("spread_input", &py_spread_input, "request"_a, "datum_indices"_a, "name"_a);
     m.def("encode_forward_backward", &py_encode, "logprobs"_a, "lengths"_a, "widths"_a, "metrics"_a);
     m.def("peek", &py_peek, "body"_a, "content_encoding"_a, "limits"_a);
     m.def("pool_stats", [] {

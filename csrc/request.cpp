@@ -147,6 +147,8 @@ class Builder {
         if (const std::string what = settle(tensor, now.length, limits_.max_target_width, storage_.rows); !what.empty()) throw wrong(text(name, " ", what));
         const char* cell = tensor.layout == Layout::csr ? ": listed value " : ": value ";
         if (name == "target_tokens") {
+            if (tensor.width == scalar_width)
+                throw wrong(text("target_tokens is one number without a shape: its first size must be the datum's ", now.length, " tokens"));
             now.target_width = tensor.width;
             if (!is_integer(tensor.dtype))
                 throw wrong(text("target_tokens has dtype ", name_of(tensor.dtype), ": int64 or int32 is needed"));

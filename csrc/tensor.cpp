@@ -25,7 +25,12 @@ std::string shape_text(const Tensor& tensor) {
 std::string settle_shape(Tensor& tensor, int64_t length, int64_t max_width) {
     if (tensor.rank == 0) {
         if (tensor.layout == Layout::csr) return "is CSR without a shape: give [N, K]";
-        push_size(tensor, static_cast<int64_t>(tensor.values.size / item_size(tensor.dtype)));
+        const auto values = static_cast<int64_t>(tensor.values.size / item_size(tensor.dtype));
+        if (values == 1 && length != 1) {
+            tensor.width = scalar_width;
+            return {};
+        }
+        push_size(tensor, values);
     }
     if (tensor.rank > 2) return text("has shape ", shape_text(tensor), ": [N] or [N, K] are allowed");
     if (tensor.layout == Layout::csr && tensor.rank != 2) return text("is CSR of shape ", shape_text(tensor), ": CSR needs [N, K]");
@@ -82,6 +87,7 @@ std::string settle(Tensor& tensor, int64_t length, int64_t max_width, Vec<uint32
         if (wrong.empty()) note_rows(tensor, length, rows);
         return wrong;
     }
+    if (tensor.width == scalar_width) return {};
     const uint64_t cells = static_cast<uint64_t>(length) * static_cast<uint64_t>(tensor.width ? tensor.width : 1);  // both are bounded: no overflow
     if (tensor.values.size / item != cells)
         return text("has ", tensor.values.size / item, " values, but its shape ", shape_text(tensor), " asks for ", cells);

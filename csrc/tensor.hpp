@@ -10,13 +10,15 @@ namespace spindle {
 
 enum class Layout : uint8_t { unset, dense, csr };
 
+constexpr int64_t scalar_width = -2;  // -1 is said of a tensor that is absent
+
 struct Tensor {
     uint32_t name = 0;  // into Request::names
     Layout layout = Layout::unset;
     Dtype dtype = Dtype::unset;
     uint8_t rank = 0;            // sizes met in the shape, saturating at 255
     int64_t shape[2] = {0, 0};   // the first two of them
-    int64_t width = 0;           // 0 = [N], K = [N, K]; known once settled
+    int64_t width = 0;           // 0 = [N], K = [N, K], scalar_width = one number without a shape; known once settled
     Bytes values;                // dense cells row-major, or the listed values
     Bytes crow;                  // CSR: [N + 1] int64
     Bytes col;                   // CSR: [nnz] int64

@@ -27,6 +27,7 @@ app = typer.Typer(
 errors = Console(stderr=True)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Unlisted = Literal["compute", "skip"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -70,6 +71,9 @@ def serve(
     alias: Annotated[list[str] | None, typer.Option(help="Another name for the same model; repeat for several.")] = None,
     sampler: Annotated[str, typer.Option(help='What samples: "spindle" or, where it is installed, "vllm".')] = "spindle",
     token_budget: Annotated[int | None, typer.Option(help="Most tokens of one micro-batch.", min=1)] = None,
+    unlisted_logprobs: Annotated[
+        Unlisted, typer.Option(help="skip: answer 0 for cells that sparse targets and weights do not list, and save the time they take.")
+    ] = "compute",
     log_level: Annotated[LogLevel, typer.Option(help="How much the server says on stderr.")] = "info",
 ) -> None:
     """Serve a base model to the tinker SDK until interrupted."""
@@ -90,6 +94,7 @@ def serve(
             dtype=None if dtype == "auto" else dtype,
             name=name,
             sampler=sampler,
+            unlisted_logprobs=unlisted_logprobs,
             scheduler=SchedulerConfig() if token_budget is None else SchedulerConfig(token_budget=token_budget),
         )
     except SpindleError as error:

@@ -103,6 +103,9 @@ class Engine:
     activation_bytes: what a pass may keep for its backward; past it, layers are computed a second time instead (0: always). None: what is
         free on a GPU, no bound on a CPU.
     adapter_device_bytes, adapter_host_bytes: budgets past which idle adapters are paged out, to host memory, then disk (``AdapterPool``).
+    unlisted_logprobs: "skip" answers 0 for a cell that a request's sparse inputs (target_tokens, weights and whatever else its loss reads) do
+        not list, and so spares its row the unembedding. Losses, gradients and listed logprobs keep their bits as long as the head runs in
+        one chunk. A request with a dense input, and a custom loss, are computed whole either way.
     sampler: what samples, "spindle" or, where it is installed, "vllm"; sampler_options: further arguments of its class.
 
     Every method that changes an adapter is thread-safe and returns a ``spindle.Future``: block with ``.result()`` or ``await`` it.
@@ -122,11 +125,14 @@ class Engine:
         activation_bytes: int | None = None,
         adapter_device_bytes: int | None = None,
         adapter_host_bytes: int | None = None,
+        unlisted_logprobs: Literal["compute", "skip"] = "compute",
         sampler: str = "spindle",
         sampler_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not 0.0 < sampling_share < 1.0:
             raise UserError(f"sampling_share: got {sampling_share}; allowed is a number between 0 and 1, both excluded")
+        if unlisted_logprobs not in ("compute", "skip"):
+            raise UserError(f"unlisted_logprobs: got {unlisted_logprobs!r}; allowed are 'compute' and 'skip'")
         places = resolve_devices(devices)
         self.model = model if isinstance(model, BaseModel) else BaseModel.load(model, device=places[0], dtype=_dtype(dtype, places[0]))
         self.model_name = name or self.model.name
@@ -151,7 +157,11 @@ class Engine:
         for index, place in enumerate(places):
             replica = self.model if index == 0 else self.model.replica(place)
             executor = Executor(
-                DeviceWorker(replica, activation_budget=activation_bytes), self.scheduler, self.pool, pinned=place.type == "cuda"
+                DeviceWorker(replica, activation_budget=activation_bytes),
+                self.scheduler,
+                self.pool,
+                pinned=place.type == "cuda",
+                skip_unlisted=unlisted_logprobs == "skip",
             )
             sampler_of_device = make_sampler(sampler, replica, self.tokenizer, self.records, **options)
             self._loops.append(

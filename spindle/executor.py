@@ -90,6 +90,7 @@ class Training:
     next_grad: int = 0
     grad: torch.Tensor | None = None
     supplied: dict[str, np.ndarray] = field(default_factory=dict)  # inputs that the engine adds, [cells] float32 in input order
+    affordable: bool = False  # its loss's check_work has passed
 
     @classmethod
     def of(cls, request: codec.ScannedRequest, config: dict[str, float | str], resident: Resident) -> Training:
@@ -99,7 +100,9 @@ class Training:
         loss = losses.get(request.loss_fn, config)
         known = set(request.input_names)
         inputs = {
-            name: value for name, value in {**dict.fromkeys(loss.required), **loss.optional}.items() if value is not None or name in known
+            name: value
+            for name, value in {**dict.fromkeys(loss.required), **loss.optional}.items()
+            if name not in loss.ranks and (value is not None or name in known)
         }
         return cls(request, config, resident, lengths, widths, loss, inputs, starts, np.empty(int(starts[-1]), dtype=np.float32))
 
@@ -126,11 +129,12 @@ class Training:
 class Executor:
     """Runs what the scheduler hands out for one device. ``run`` and ``operate`` are called from that device's thread only."""
 
-    def __init__(self, worker: DeviceWorker, scheduler: Scheduler, pool: AdapterPool, pinned: bool) -> None:
+    def __init__(self, worker: DeviceWorker, scheduler: Scheduler, pool: AdapterPool, pinned: bool, skip_unlisted: bool = False) -> None:
         self.worker = worker
         self.scheduler = scheduler
         self.pool = pool
         self.pinned = pinned
+        self.skip_unlisted = skip_unlisted
         self.seconds = {"fill": 0.0, "compute": 0.0, "optim": 0.0, "encode": 0.0}
         self.counts = {"micro_batches": 0, "tokens": 0, "forward_tokens": 0, "optim_steps": 0}
 
@@ -139,7 +143,7 @@ class Executor:
     def fill(self, blocks: Sequence[Block]) -> MicroBatch | None:
         """The blocks as one micro-batch; None when that failed, which has then failed their requests."""
         started = time.perf_counter()
-        blocks = self._bring(blocks)
+        blocks = [block for block in self._bring(blocks) if self._affordable(block)]
         if not blocks:
             return None
         try:
@@ -151,6 +155,19 @@ class Executor:
             return None
         finally:
             self.seconds["fill"] += time.perf_counter() - started
+
+    def _affordable(self, block: Block) -> bool:
+        """Whether the block's loss may cost what it costs: asked once per request, before any of it runs. Otherwise it has failed."""
+        training: Training = block.item.payload
+        if training.loss.check_work is None or training.affordable:
+            return True
+        try:
+            request = training.request
+            training.loss.check_work(training.lengths, training.widths, {n: request.input_widths(n) for n in training.loss.ranks})
+            training.affordable = True
+        except Exception as error:
+            self.finish(block, None, as_server_error(error, block.item))
+        return training.affordable
 
     def _bring(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """The blocks whose adapters are on their device now; the others have failed."""
@@ -199,17 +216,29 @@ class Executor:
                 seqs=seqs,
                 rows=rows,
                 cells=cells,
-                inputs={name: tensor for name, (tensor, _) in inputs.items()} | self._supplied_inputs(training, block),
+                inputs={name: tensor for name, (tensor, _) in inputs.items()} | self._other_inputs(training, block),
                 loss=training.loss,
+                listed=self._listed(training, block),
                 tag=block,
             )
             batch.segments.append(segment)
             row, cell, seq = rows.stop, cells.stop, seqs.stop
         return batch
 
-    def _supplied_inputs(self, training: Training, block: Block) -> dict[str, torch.Tensor]:
+    def _listed(self, training: Training, block: Block) -> np.ndarray | None:
+        """Of a loss that counts nothing where weights are 0: the cells of the block that its inputs list; None when that is all."""
+        if not self.skip_unlisted or "weights" not in training.loss.optional:
+            return None
+        cells = codec.listed_cells(training.request, block.datums, ["target_tokens", *training.inputs])
         starts = training.cell_starts
-        return {
+        return cells if len(cells) < int((starts[block.datums + 1] - starts[block.datums]).sum()) else None
+
+    def _other_inputs(self, training: Training, block: Block) -> dict[str, torch.Tensor]:
+        """What codec.fill does not write: inputs of another shape than the targets (a custom loss's), and those of our own records."""
+        starts = training.cell_starts
+        cells = int((starts[block.datums + 1] - starts[block.datums]).sum())
+        spread = {name: torch.from_numpy(codec.spread_input(training.request, block.datums, name)) for name in training.loss.ranks}
+        return {name: x if len(x) == cells else x.view(cells, -1) for name, x in spread.items()} | {
             name: torch.from_numpy(np.concatenate([values[starts[d] : starts[d + 1]] for d in block.datums.tolist()]))
             for name, values in training.supplied.items()
         }

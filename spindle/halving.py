@@ -58,6 +58,7 @@ def part_of(batch: MicroBatch, first: int, last: int) -> tuple[MicroBatch, list[
                 rows=slice(int(row[lo] - row[first]), int(row[hi] - row[first])),
                 cells=slice(int(cell[lo] - cell[first]), int(cell[hi] - cell[first])),
                 inputs={name: values[own] for name, values in s.inputs.items()},
+                listed=None if s.listed is None else s.listed[(s.listed >= own.start) & (s.listed < own.stop)] - own.start,
             )
         )
         whole.append(s)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spindle.codec import _codec
-from spindle.codec._codec import Limits, ScannedRequest, built_with, pool_stats
+from spindle.codec._codec import Limits, ScannedRequest, built_with, listed_cells, pool_stats, spread_input
 from spindle.codec.arrays import scan_arrays
 from spindle.codec.messages import decode_forward_backward, encode_request, encode_sample_response
 from spindle.errors import MalformedBody
@@ -26,11 +26,13 @@ __all__ = [
     "encode_request",
     "encode_sample_response",
     "fill",
+    "listed_cells",
     "peek",
     "peek_stats",
     "pool_stats",
     "scan",
     "scan_arrays",
+    "spread_input",
 ]
 
 _DEFAULT_LIMITS = Limits()

@@ -87,7 +87,7 @@ class ScannedRequest:
     @property
     def released(self) -> bool: ...
     def input_widths(self, name: str) -> npt.NDArray[np.int64]:
-        """[D] -1 where absent, 0 for [N], K for [N, K]."""
+        """[D] -1 where absent, 0 for [N], K for [N, K], -2 for one number without a shape."""
     def input_is_integer(self, name: str) -> npt.NDArray[np.bool_]: ...
     def spans(self, datum: int) -> tuple[list[tuple[str, str, int, int]], list[tuple[str, str, int, int]]]:
         """(of model_input, of loss_fn_inputs), each (``prompt_tokens`` or ``sampled_tokens``, sequence_id, offset, length)."""
@@ -113,6 +113,12 @@ def fill(
     targets: npt.NDArray[np.int64] | None,
     inputs: dict[str, tuple[npt.NDArray[np.float32], float | None]],
 ) -> None: ...
+def listed_cells(request: ScannedRequest, datum_indices: npt.NDArray[np.int64], names: Sequence[str]) -> npt.NDArray[np.int64]:
+    """The cells of the datums, laid end to end, that any of the named tensors lists; all of a datum with a dense or absent one."""
+
+def spread_input(request: ScannedRequest, datum_indices: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.float32]:
+    """An input laid beside the cells: one number at every cell, one per row at every cell of the row, [N, K] beside targets [N] whole."""
+
 def encode_forward_backward(
     logprobs: npt.NDArray[np.float32], lengths: npt.NDArray[np.int64], widths: npt.NDArray[np.int64], metrics: Sequence[tuple[str, float]]
 ) -> bytes: ...

@@ -102,7 +102,7 @@ def _numpy_dtype(dtype: wire.DType) -> str:
 def _write_tensor(message: wire.Tensor, tensor: TensorData) -> None:
     data = np.ascontiguousarray(tensor.data)
     message.dtype = _DTYPES[data.dtype.name]
-    message.shape.extend(data.shape if tensor.shape is None else tensor.shape)
+    message.shape.extend(np.shape(tensor.data) if tensor.shape is None else tensor.shape)
     if tensor.crow_indices is None or tensor.col_indices is None:
         message.dense = data.tobytes()
     else:

@@ -30,7 +30,8 @@ class Segment:
     seqs: slice  # into MicroBatch.lengths / widths
     rows: slice  # into MicroBatch.tokens
     cells: slice  # into MicroBatch.targets
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [cells of this segment] float32, filled by codec.fill
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [cells of this segment (, K)] float32, filled by codec.fill
+    listed: np.ndarray | None = None  # [n] int64, sorted: the only cells of this segment whose logprobs are wanted; None: all of them
     loss: Loss | None = None  # of that name; None: to be looked up
     tag: Any = None  # the engine's own; workers hand it back untouched
 
@@ -53,7 +54,9 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class SegmentResult:
-    """logprobs: [cells of the segment] float32 on the host. metrics: ``name:reduction`` -> value, ``loss:sum`` always there.
+    """logprobs: [cells of the segment] float32 on the host, 0 where they were not wanted.
+
+    metrics: ``name:reduction`` -> value, ``loss:sum`` always there.
 
     grad: flat float32 gradient of the segment's adapter [P] on the worker's device, None when the segment asked no backward.
     error: what the loss refused about this segment (its request fails alone); then metrics are empty and grad is None.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from spindle import losses, optim
 from spindle.compute.adapter import Adapter, AdapterWeights
+from spindle.compute.asked import Asked
 from spindle.compute.attention import Packing
 from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.head import HeadTask
@@ -28,10 +29,13 @@ class _Task:
     def __init__(self, segment: Segment, batch: MicroBatch, device: torch.device) -> None:
         self.segment = segment
         self.loss = segment.loss or losses.get(segment.loss_fn, segment.config)
-        self.inputs = {name: x.to(device, non_blocking=True) for name, x in segment.inputs.items()}
-        widths = batch.widths[segment.seqs]
-        cells = np.maximum(widths, 1) * batch.lengths[segment.seqs]
-        self.sequences = losses.Sequences(np.concatenate([[0], np.cumsum(cells)]), widths)
+        inputs, widths = segment.inputs, batch.widths[segment.seqs]
+        offsets = np.concatenate([[0], np.cumsum(np.maximum(widths, 1) * batch.lengths[segment.seqs])])
+        if segment.listed is not None:  # the loss sees these cells only; the others count as 0
+            at = torch.from_numpy(segment.listed)
+            inputs, offsets = {name: x[at] for name, x in inputs.items()}, np.searchsorted(segment.listed, offsets)
+        self.inputs = {name: x.to(device, non_blocking=True) for name, x in inputs.items()}
+        self.sequences = losses.Sequences(offsets, widths)
         self.value: torch.Tensor | float = 0.0
         self.error: UserError | None = None
 
@@ -116,12 +120,14 @@ class DeviceWorker:
             route = Route(groups, device)
             hidden = model.hidden(tokens, positions, Packing(lengths), route)
         updates = {u.start: u for u in route.updates(model.head.path)}
-        head_tasks = [
-            HeadTask(s.rows, s.cells, updates.get(s.rows.start), task.gradient if s.backward else None, task.loss.whole_segment)
-            for s, task in zip(batch.segments, tasks, strict=True)
-        ]
-        cell_rows = np.repeat(np.arange(len(batch.tokens)), np.repeat(np.maximum(batch.widths, 1), batch.lengths))
-        logprobs, dhidden = model.head.run(hidden.detach(), head_tasks, cell_rows, targets)
+        asked = Asked.of(batch)
+        head_tasks = []
+        for s, task, rows, cells in zip(batch.segments, tasks, asked.rows_of, asked.cells_of, strict=True):
+            update = updates.get(s.rows.start)
+            update = update and update._replace(start=rows.start, stop=rows.stop)
+            head_tasks.append(HeadTask(rows, cells, update, task.gradient if s.backward else None, task.loss.whole_segment))
+        found, dhidden = asked.run(model.head, hidden.detach(), head_tasks, targets)
+        logprobs = asked.spread(found)
         middle = time.perf_counter()
         if hidden.requires_grad:
             hidden.backward(dhidden)
@@ -129,7 +135,8 @@ class DeviceWorker:
         host = logprobs.cpu()
         self.seconds["forward"] += middle - started
         self.seconds["backward"] += time.perf_counter() - middle
-        return [t.result(logprobs[s.cells], host[s.cells], g.grad) for s, t, g in zip(batch.segments, tasks, groups, strict=True)]
+        parts = zip(batch.segments, tasks, groups, asked.cells_of, strict=True)
+        return [task.result(found[cells], host[s.cells], group.grad) for s, task, group, cells in parts]
 
     def _budget(self) -> float:
         if self.activation_budget is not None:

@@ -42,7 +42,10 @@ class Loss:
     supplied: inputs that the engine adds from its own records (the client cannot send them). defaults: config keys.
     check_config raises ValueError with a text that begins with the key. whole_segment: fn relates cells to one another, so it must see
     all of a request's cells in the micro-batch at once. metrics: further figures, ``name:mean`` being a mean over datums.
-    needs_spans: every datum must carry provenance spans.
+    needs_spans: every datum must carry provenance spans. ranks: rank of each input that is not of target_tokens' shape by rule; such an
+    input comes laid beside the cells (``codec.spread_input``). check_work(lengths [D], target_widths [D], input name -> widths [D]) raises
+    InvalidRequest when a request of these sizes would cost too much; it may take a while, and is called before any part of it runs.
+    An optional input ``weights`` must multiply the cell's loss: cells where it is 0 may then be left out (``unlisted_logprobs``).
     """
 
     name: str
@@ -55,3 +58,5 @@ class Loss:
     whole_segment: bool = False
     metrics: Callable[[torch.Tensor, Inputs, Config, Sequences], dict[str, float]] | None = None
     needs_spans: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    check_work: Callable[[np.ndarray, np.ndarray, Mapping[str, np.ndarray]], None] | None = None

@@ -1,7 +1,8 @@
 """A traced loss as data, run node by node from an allow-list. Nothing in a graph is ever evaluated as code.
 
 Nodes are torch.fx's: placeholder, call_function, call_method, output. A function or method that is not named here cannot be called; none
-here does input or output, and the graph runs first on shapes alone, so that no result larger than MAX_ELEMENTS is ever made.
+here does input or output, and the graph runs first on shapes alone: that says what it costs, and that no result larger than MAX_ELEMENTS
+is ever made.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ __all__ = ["Graph"]
 MAX_NODES = 512
 MAX_ELEMENTS = 1 << 24  # of one result; all results of a graph together may have 16 times as many
 MAX_DEPTH = 8  # of nested arguments
+MAX_DIFFERENCES = 16  # of torch.diff, which makes them one after the other
+NODE_WORK = 1 << 12  # element-operations that calling a node costs beside its elements
 
 
 def _words(text: str) -> list[str]:
@@ -64,6 +67,7 @@ _MATH = _words(
     exp log log2 log10 log1p expm1 sqrt sin cos tan tanh sinh cosh floor ceil fabs erf erfc isfinite isinf isnan pow atan2
     """
 )
+_SORTING = {"argsort", "median", "quantile", "sort", "topk"}
 _FORBIDDEN = {"out", "generator", "pin_memory", "requires_grad", "names"}
 _ATTRIBUTES = {"shape", "ndim", "dtype", "device", "T", "mT"}
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.bool, torch.int32, torch.int64, torch.bfloat16)}
@@ -119,22 +123,34 @@ class Graph:
         if placeholders != list(inputs):
             raise InvalidRequest(f"graph: its placeholders are {placeholders}, its inputs {list(inputs)}; they must be the same, in order")
         self.nodes = nodes
-        self._checked: set[tuple] = set()
+        self.inputs = list(inputs)
+        self._work: dict[tuple, int] = {}
+
+    def work(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Element-operations of one forward run on inputs of these shapes (one per input, in order), from shapes alone: a result costs its
+        own elements and those it is made from, a product of matrices its multiplications, sorting the logarithm more.
+
+        Raises InvalidRequest naming the node that cannot run on them or makes too much.
+        """
+        key = tuple(shapes)
+        work = self._work.get(key)
+        if work is None:
+            with torch.device("meta"), torch.no_grad():
+                inputs = {name: torch.empty(shape) for name, shape in zip(self.inputs, shapes, strict=True)}
+                work = self._execute(inputs, torch.device("meta"))[2]
+            if len(self._work) >= 4096:
+                self._work.clear()
+            self._work[key] = work
+        return work
 
     def run(self, values: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """values: a tensor per input. Returns (loss scalar, metrics). Raises InvalidRequest naming the node that failed."""
-        shapes = tuple(tuple(v.shape) for v in values.values())
-        if shapes not in self._checked:
-            with torch.device("meta"), torch.no_grad():
-                self._execute({k: torch.empty(v.shape, dtype=v.dtype) for k, v in values.items()}, torch.device("meta"))
-            self._checked.add(shapes)
-            if len(self._checked) > 4096:
-                self._checked.clear()
-        return self._execute(values, next(iter(values.values())).device)
+        self.work([tuple(values[name].shape) for name in self.inputs])
+        return self._execute(values, values[self.inputs[0]].device)[:2]
 
-    def _execute(self, values: Mapping[str, torch.Tensor], device: torch.device) -> Any:
+    def _execute(self, values: Mapping[str, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
         results: dict[str, Any] = {}
-        elements = 0
+        elements = work = 0
         for node in self.nodes:
             op, name, target = node["op"], node["name"], node["target"]
             try:
@@ -147,11 +163,12 @@ class Graph:
                 if op == "placeholder":
                     out = values[target]
                 elif op == "output":
-                    return _output(args[0])
+                    return *_output(args[0]), work
                 else:
                     tensors = op == "call_method" or target.startswith("torch.")
                     if not tensors:
                         _bound_scalars(target, args)
+                    _bound_call(target.rpartition(".")[2], args, kwargs)
                     out = (_METHODS if op == "call_method" else _FUNCTIONS)[target](*args, **kwargs)
             except InvalidRequest:
                 raise
@@ -163,6 +180,7 @@ class Graph:
             elements += size
             if size > MAX_ELEMENTS or elements > 16 * MAX_ELEMENTS:
                 raise InvalidRequest(f"custom loss: node {name!r} ({target}) makes {size} elements; at most {MAX_ELEMENTS} are allowed")
+            work += NODE_WORK + _work_of(target.rpartition(".")[2], args, kwargs, out, size)
             results[name] = out
         raise InvalidRequest("graph: no output")
 
@@ -170,7 +188,36 @@ class Graph:
 def _size(out: Any) -> int:
     if isinstance(out, torch.Tensor):
         return out.numel()
+    if isinstance(out, Mapping):
+        return _size(list(out.values()))
     return sum(map(_size, out)) if isinstance(out, tuple | list) else 1
+
+
+def _work_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, size: int) -> int:
+    """Element-operations of one call whose result has ``size`` elements."""
+    if name in ("matmul", "dot"):
+        return size * args[0].shape[-1]
+    used = _size([args, kwargs])
+    return size + used * (max(used, 2).bit_length() if name in _SORTING else 1)
+
+
+def _bound_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """What the size of a result does not say, refused before the call."""
+    if any(isinstance(a, str) and a == "nuc" for a in (*args, *kwargs.values())):
+        raise ValueError("the nuclear norm is not allowed")
+    if name == "diff":
+        times = kwargs.get("n", args[1] if len(args) > 1 else 1)
+        if not isinstance(times, int) or times > MAX_DIFFERENCES:
+            raise ValueError(f"n is {times!r}; at most {MAX_DIFFERENCES} is allowed")
+    if name == "matmul":
+        if kwargs or len(args) != 2:
+            raise ValueError("takes its two tensors by position")
+        a, b = args
+        if a.dim() > 2 or b.dim() > 2:  # torch writes both out to the common batch
+            batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+            largest = batch * max(math.prod(a.shape[-2:]), math.prod(b.shape[-2:]))
+            if largest > MAX_ELEMENTS:
+                raise ValueError(f"broadcasts an operand to {largest} elements; at most {MAX_ELEMENTS} are allowed")
 
 
 def _bound_scalars(target: str, args: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ __all__ = ["check", "get", "names", "register"]
 
 _LOSSES: dict[str, Loss] = {}
 TARGETS = "target_tokens"
+RANKS = ("one number", "[N]", "[N, K], K being that of target_tokens, or one for all datums where those are [N]")
 
 
 def register(loss: Loss) -> None:
@@ -41,7 +42,16 @@ def get(name: str, config: Config | None = None) -> Loss:
 
 
 def _shape(width: int) -> str:
-    return "absent" if width < 0 else "[N]" if width == 0 else f"[N, {width}]"
+    return {-1: "absent", -2: "[]", 0: "[N]"}.get(width, f"[N, {width}]")
+
+
+def _of_other_rank(rank: int, widths: np.ndarray, targets: np.ndarray, request: ScannedRequest) -> np.ndarray:
+    """The datums whose input is not of the rank that a custom loss declared; widths and targets are [D]."""
+    if rank == 0:  # one value of one token may have come as [1]
+        return np.flatnonzero((widths != -2) & ~((widths == 0) & (np.asarray(request.lengths) == 1)))
+    if rank == 1:
+        return np.flatnonzero(widths != 0)
+    return np.flatnonzero((widths < 1) | (widths != np.where(targets > 0, targets, widths[0])))
 
 
 def _check_config(loss: Loss, given: Config) -> dict[str, float | str]:
@@ -83,23 +93,25 @@ def check(request: ScannedRequest) -> dict[str, float | str]:
     met = list(request.input_names)
     for name in met:
         if name in loss.supplied or (name not in known and name not in mine):
-            datum = int(np.flatnonzero(np.asarray(request.input_widths(name)) >= 0)[0])
+            datum = int(np.flatnonzero(np.asarray(request.input_widths(name)) != -1)[0])
             raise fail(
                 f"datum {datum}: loss_fn_inputs has {name!r}, which no loss knows; {loss.name} takes {', '.join(sorted(mine | {TARGETS}))}"
             )
     for name in loss.required:
-        absent = np.flatnonzero(np.asarray(request.input_widths(name)) < 0) if name in met else [0]
+        absent = np.flatnonzero(np.asarray(request.input_widths(name)) == -1) if name in met else [0]
         if len(absent):
             raise fail(f"datum {absent[0]}: {name} is missing; {loss.name} needs {', '.join((TARGETS, *loss.required))}")
     for name in met:
         if name not in mine:
             continue
         widths = np.asarray(request.input_widths(name))
-        wrong = np.flatnonzero((widths >= 0) & (widths != targets))
+        rank = loss.ranks.get(name)
+        wrong = np.flatnonzero((widths != -1) & (widths != targets)) if rank is None else _of_other_rank(rank, widths, targets, request)
         if len(wrong):
             d = int(wrong[0])
-            raise fail(f"datum {d}: {name} has shape {_shape(widths[d])} but {TARGETS} has {_shape(targets[d])}; they must be the same")
-        integer = np.flatnonzero(np.asarray(request.input_is_integer(name)) & (widths >= 0))
+            fits = "they must be the same" if rank is None else f"the loss takes {RANKS[rank]}"
+            raise fail(f"datum {d}: {name} has shape {_shape(int(widths[d]))} but {TARGETS} has {_shape(int(targets[d]))}; {fits}")
+        integer = np.flatnonzero(np.asarray(request.input_is_integer(name)) & (widths != -1))
         if len(integer):
             raise fail(f"datum {integer[0]}: {name} has an integer dtype; it must be float32 or bfloat16")
     if loss.needs_spans:
