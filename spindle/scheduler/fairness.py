@@ -3,6 +3,9 @@
 The surplus form: a client is served while its account is positive and may overdraw it by one block; every turn adds its quantum. So the
 size of the next block need not be known to decide whose turn it is, and the cost of a decision depends on neither the number of
 clients nor the depth of their queues.
+
+Accounts say whose turn it is, not who has had less: one that waits for room keeps its credit. For that each client also counts what it
+was ever handed, by weight; who comes back from idleness starts level with whoever is being served.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ class Client:
         self.name = name
         self.weight = weight
         self.account = 0.0  # tokens
+        self.used = 0.0  # tokens handed out / weight, level with the others at the start of a busy time
         self.nbytes = 0  # request bytes waiting or running
         self.requests = 0
         self.adapters = 0
@@ -39,6 +43,7 @@ class Rings:
     def __init__(self, devices: int, quantum_tokens: int) -> None:
         self.quantum_tokens = quantum_tokens
         self.rings: list[deque[Client]] = [deque() for _ in range(devices)]
+        self._level = 0.0  # what the client handed a block last had used until then
 
     def list_work(self, client: Client, queue: AdapterQueue, devices: range | tuple[int, ...]) -> None:
         """Note that ``queue`` has a block that any of ``devices`` may run."""
@@ -48,6 +53,8 @@ class Rings:
                 queue.listed |= bit
                 client.work[device].append(queue)
             if not client.in_ring & bit:
+                if not client.in_ring:
+                    client.used = max(client.used, self._level)
                 client.in_ring |= bit
                 self.rings[device].append(client)
 
@@ -67,10 +74,10 @@ class Rings:
         taken: list[Block] = []
         passed: list[Client] = []
         room = budget_tokens
-        bar = max((client.account for client in overtaking), default=-math.inf)
+        bar = min((client.used for client in overtaking), default=math.inf)
         while ring and room > 0 and len(passed) < LOOK_AHEAD:
             client = ring[0]
-            if client in overtaking or client.account <= bar:
+            if client in overtaking or client.used >= bar:
                 passed.append(ring.popleft())
                 continue
             if client.account <= 0:
@@ -96,6 +103,8 @@ class Rings:
                 taken.append(block)
                 room -= tokens
                 client.account -= tokens
+                self._level = max(self._level, client.used)
+                client.used += tokens / client.weight
                 work.rotate(-1)  # the client's own adapters take turns
             if not work:
                 ring.popleft()

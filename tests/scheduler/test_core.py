@@ -319,3 +319,38 @@ def test_only_who_has_used_less_overtakes_a_micro_batch_that_lies_ready():
     finish(scheduler, first[0])
     scheduler.put(operation("small", 2))
     assert [i.model_id for i in scheduler.overtaking_work(0, [b.item for b in ready]).operations] == ["small"]
+
+
+def test_credit_kept_for_want_of_room_is_no_claim_to_overtake():
+    """Taking the small block tops up the flood's account too, whose own block does not fit beside it."""
+    scheduler = make(adapters=("flood", "small"))
+    for seq in range(1, 9):
+        scheduler.put(train("flood", seq, (16,)))
+    running = scheduler.next_work(0, 0).blocks
+    scheduler.put(train("small", 1, (4,)))
+    ready = scheduler.next_work(0, 0).blocks
+    if [b.item.model_id for b in ready] == ["flood"]:  # its turn came first: that of the small one is next
+        finish(scheduler, running[0])
+        running, ready = ready, scheduler.next_work(0, 0).blocks
+    assert [b.item.model_id for b in ready] == ["small"]
+    assert scheduler.overtaking_work(0, [b.item for b in ready]) is None
+
+
+def test_who_comes_back_from_idleness_is_level_with_the_others():
+    """A client that used little long ago must not overtake for as long as it has 'saved up'."""
+    scheduler = make(adapters=("steady", "back"))
+    scheduler.put(train("back", 1, (4,)))
+    finish(scheduler, scheduler.next_work(0, 0).blocks[0])
+    for seq in range(1, 41):
+        scheduler.put(train("steady", seq, (16,)))
+        finish(scheduler, scheduler.next_work(0, 0).blocks[0])
+    scheduler.put(train("steady", 41, (16,)))
+    ready = scheduler.next_work(0, 0).blocks
+    overtaken = 0
+    for seq in range(2, 20):
+        scheduler.put(train("back", seq, (16,)))
+        if (work := scheduler.overtaking_work(0, [b.item for b in ready])) is None:
+            break
+        overtaken += 1
+        finish(scheduler, work.blocks[0])
+    assert overtaken <= 2
