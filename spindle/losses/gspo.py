@@ -19,7 +19,7 @@ def _log_sequence_ratio(p, inputs, sequences):
 
 def gspo(p, inputs, config, sequences):
     log_ratio = _log_sequence_ratio(p, inputs, sequences) + p - p.detach()
-    return ratio.pessimistic(log_ratio.exp(), inputs, config)
+    return ratio.pessimistic(log_ratio, inputs, config)
 
 
 def metrics(p, inputs, config, sequences):

@@ -7,7 +7,8 @@ from spindle.losses.base import Loss
 
 
 def importance_sampling(p, inputs, config, sequences):
-    return -(p - inputs["logprobs"]).exp() * inputs["advantages"] * inputs["weights"]
+    r = ratio.exp_where(ratio.acting(inputs), p - inputs["logprobs"])
+    return -r * inputs["advantages"] * inputs["weights"]
 
 
 LOSS = Loss("importance_sampling", importance_sampling, ratio.REQUIRED, ratio.OPTIONAL, metrics=ratio.metrics)

@@ -7,7 +7,7 @@ from spindle.losses.base import Loss
 
 
 def ppo(p, inputs, config, sequences):
-    return ratio.pessimistic((p - inputs["logprobs"]).exp(), inputs, config)
+    return ratio.pessimistic(p - inputs["logprobs"], inputs, config)
 
 
 LOSS = Loss(

@@ -23,10 +23,23 @@ def clipped(ratio: torch.Tensor, config: Config) -> torch.Tensor:
     return ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
 
 
-def pessimistic(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+def acting(inputs: Inputs) -> torch.Tensor:
+    """[cells] bool: where the advantage and the weight are not 0."""
+    return (inputs["advantages"] != 0) & (inputs["weights"] != 0)
+
+
+def exp_where(used: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(log_ratio) where it is used, else 1: a ratio past float32's range that counts for nothing must not become 0 * inf = NaN, in the
+    loss or in its gradient."""
+    return torch.where(used, log_ratio, 0.0).exp()
+
+
+def pessimistic(log_ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """-min(r A, clip(r) A) w, per cell."""
-    advantages = inputs["advantages"]
-    return -torch.minimum(ratio * advantages, clipped(ratio, config) * advantages) * inputs["weights"]
+    advantages, ratio = inputs["advantages"], log_ratio.detach().exp()
+    bound = clipped(ratio, config)
+    free = acting(inputs) & (ratio * advantages <= bound * advantages)  # where the first is the smaller
+    return -torch.where(free, exp_where(free, log_ratio), bound) * advantages * inputs["weights"]
 
 
 def metrics(p: torch.Tensor, inputs: Inputs, config: Config, sequences: Sequences) -> dict[str, float]:
@@ -39,7 +52,7 @@ def metrics(p: torch.Tensor, inputs: Inputs, config: Config, sequences: Sequence
 
 def of_ratio(used: torch.Tensor, log_ratio: torch.Tensor, inputs: Inputs, config: Config, sequences: Sequences) -> dict[str, float]:
     """As ``metrics``; ``used`` [cells] is the log of the ratio that the loss clips."""
-    acting = (inputs["advantages"] != 0) & (inputs["weights"] != 0)
+    on = acting(inputs)
     ratio = used.exp()
     out = {
         "ratio:mean": (ratio, 1.0),
@@ -48,4 +61,4 @@ def of_ratio(used: torch.Tensor, log_ratio: torch.Tensor, inputs: Inputs, config
     if "clip_low_threshold" in config:
         outside = (ratio < config["clip_low_threshold"]) | (ratio > config["clip_high_threshold"])
         out["clip_fraction:mean"] = (outside.float(), 0.0)
-    return {name: float(sequences.mean(x.double(), acting, empty).mean()) for name, (x, empty) in out.items()}
+    return {name: float(sequences.mean(x.double(), on, empty).mean()) for name, (x, empty) in out.items()}
