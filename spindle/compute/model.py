@@ -48,6 +48,14 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     return AutoTokenizer.from_pretrained(path, **extra)
 
 
+def _context(config: Any) -> int:
+    """Tokens of the longest sequence. LongRoPE turns all positions of a pass by other factors once any sequence of it is longer than the
+    model's first context: a sequence's result is its own only up to there."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    first = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    return min(config.max_position_embeddings, first or config.max_position_embeddings)
+
+
 class BaseModel:
     """name: what it was loaded as. vocab_size, max_context, eos_token_ids, num_parameters: as the model's config says.
 
@@ -62,7 +70,7 @@ class BaseModel:
         self.device, self.dtype = model.device, model.dtype
         self.num_parameters = model.num_parameters()
         self.vocab_size: int = self.config.vocab_size
-        self.max_context: int = self.config.max_position_embeddings
+        self.max_context: int = _context(self.config)
         eos = getattr(model.generation_config, "eos_token_id", None)
         eos = self.config.eos_token_id if eos is None else eos
         self.eos_token_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)

@@ -106,3 +106,20 @@ def test_refused(request_, text):
 )
 def test_accepted(request_, config):
     assert losses.check(request_) == config
+
+
+@pytest.mark.parametrize(("loss", "key"), [(name, key) for name in losses.names() if name != "custom" for key in losses.get(name).defaults])
+def test_each_config_key_at_its_edges(loss, key):
+    """0 is the least of every key; low may equal high; text, NaN, infinity and what lies below 0 are refused by the key's name."""
+    given = lambda value, **more: scanned(loss, spans=True, loss_fn_config={key: value, **more})  # noqa: E731
+    other = {"clip_low_threshold": "clip_high_threshold", "clip_high_threshold": "clip_low_threshold"}.get(key)
+    for value in (0.0, 1.0, 1e300):
+        both = {other: value} if other else {}
+        assert losses.check(given(value, **both))[key] == value
+    for value in (-1e-300, math.nan, math.inf, -math.inf, "1"):
+        with pytest.raises(InvalidRequest, match=f"loss_fn_config: {key}|loss_fn_config: clip_low_threshold"):
+            losses.check(given(value))
+    if other:
+        low, high = (2.0, 2.0 - 1e-9)
+        with pytest.raises(InvalidRequest, match="is above clip_high_threshold"):
+            losses.check(scanned(loss, spans=True, loss_fn_config={"clip_low_threshold": low, "clip_high_threshold": high}))

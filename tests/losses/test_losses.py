@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,30 +50,31 @@ def stable(p, i, c):
     return ((-clip((p - q).exp().detach(), c) * a * p + c["kl_coeff"] / 2 * (p - q) ** 2) * w).sum()
 
 
+EDGES = [{"clip_low_threshold": x, "clip_high_threshold": x} for x in (0.0, 1.0)]
 FORMULAS = {
     "cross_entropy": (lambda p, i, c: -(i["weights"] * p).sum(), [{}]),
     "importance_sampling": (lambda p, i, c: -((p - i["logprobs"]).exp() * i["advantages"] * i["weights"]).sum(), [{}]),
-    "ppo": (ppo, [{}, {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}, {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}]),
+    "ppo": (ppo, [{}, *EDGES, {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}]),
     "cispo": (
         lambda p, i, c: -(clip((p - i["logprobs"]).exp().detach(), c) * i["advantages"] * p * i["weights"]).sum(),
-        [{}, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}],
+        [{}, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, {"clip_low_threshold": 0.0, "clip_high_threshold": 0.0}],
     ),
     "dro": (
         lambda p, i, c: -((i["advantages"] * p - c["beta"] / 2 * (p - i["logprobs"]) ** 2) * i["weights"]).sum(),
         [{}, {"beta": 0.0}, {"beta": 3.0}],
     ),
-    "gspo": (gspo, [{}, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}]),
-    "stable_reinforce": (stable, [{}, {"kl_coeff": 0.0}, {"kl_coeff": 1.0, "clip_low_threshold": 0.8, "clip_high_threshold": 1.0}]),
+    "gspo": (gspo, [{}, *EDGES, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}]),
+    "stable_reinforce": (stable, [{}, {"kl_coeff": 0.0}, {"kl_coeff": 1.0, "clip_low_threshold": 0.8, "clip_high_threshold": 1.0}, *EDGES]),
 }
 
 
-def items_for(name: str, adapter, worker, rng) -> list[Item]:
-    """Sampler logprobs close to the model's, so that ratios lie around 1."""
-    items = [random_item(rng, n) for n in (9, 40, 21)]
+def items_for(name: str, adapter, worker, rng, wide: bool = False) -> list[Item]:
+    """Sampler logprobs close to the model's, so that ratios lie around 1. wide: targets [N, 2] and [N, 3] beside [N]."""
+    items = [random_item(rng, n, k if wide else 0) for n, k in ((9, 2), (40, 0), (21, 3))]
     p = worker.run(pack([Request(adapter, items, backward=False)]))[0].logprobs.numpy()
     at = 0
     for i in items:
-        n = len(i.tokens)
+        n = i.targets.size
         q = (p[at : at + n] + rng.normal(size=n) * 0.3).astype(np.float32)
         acting = rng.random(n) < 0.7
         i.inputs |= {
@@ -81,15 +83,19 @@ def items_for(name: str, adapter, worker, rng) -> list[Item]:
             "sequence_ratio_mask": (acting & (np.arange(n) > 1) | (np.arange(n) == n - 1)).astype(np.float32),
             "sampler_logprobs": np.where(acting, q, np.nan).astype(np.float32),
         }
+        i.inputs = {name: x.reshape(i.targets.shape) for name, x in i.inputs.items()}
         at += n
     return items
 
 
-@pytest.mark.parametrize(("name", "given"), [(n, c) for n, (_, configs) in FORMULAS.items() for c in configs])
-def test_against_the_formula(model, worker, name, given):
+@pytest.mark.parametrize(
+    ("name", "given", "wide"),
+    [(n, c, w) for n, (_, configs) in FORMULAS.items() for w in (False, True) for c in configs[: 1 if w else None]],
+)
+def test_against_the_formula(model, worker, name, given, wide):
     rng = np.random.default_rng(0)
     adapter = random_adapter(worker.model, LoraConfig(rank=4))
-    items = items_for(name, adapter, worker, rng)
+    items = items_for(name, adapter, worker, rng, wide)
     config = {**losses.get(name).defaults, **given}
     result = worker.run(pack([Request(adapter, items, name, given)]))[0]
     oracle = Oracle(model, adapter)
@@ -99,7 +105,7 @@ def test_against_the_formula(model, worker, name, given):
     loss.backward()
     oracle.assert_grads(result.grad, 2e-5)
     assert result.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-5)
-    assert (result.logprobs - torch.cat(ps)).abs().max() <= 1e-5
+    assert (result.logprobs - torch.cat([p.reshape(-1) for p in ps])).abs().max() <= 1e-5
     assert worker.run(pack([Request(adapter, items, name, given, backward=False)]))[0].metrics == pytest.approx(result.metrics, rel=1e-6)
 
 
@@ -123,27 +129,32 @@ def test_two_configs_in_one_batch_keep_their_own(worker):
     assert mixed[0].metrics["clip_fraction:mean"] > mixed[1].metrics["clip_fraction:mean"] > 0
 
 
-def test_metrics_of_parts_combine_to_those_of_the_whole(worker):
+@pytest.mark.parametrize("name", [name for name in FORMULAS if name != "cross_entropy"])
+def test_metrics_of_parts_combine_to_those_of_the_whole(worker, name):
+    """As the SDK adds its chunks up; each a mean per datum over the cells that act, then over datums."""
     from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
     from tinker.types import ForwardBackwardOutput
 
     adapter = random_adapter(worker.model, LoraConfig(rank=4))
-    items = items_for("ppo", adapter, worker, np.random.default_rng(3))
-    whole = worker.run(pack([Request(adapter, items, "ppo")]))[0].metrics
-    parts = [(worker.run(pack([Request(adapter, part, "ppo")]))[0].metrics, len(part)) for part in (items[:1], items[1:])]
+    items = items_for(name, adapter, worker, np.random.default_rng(3))
+    whole = worker.run(pack([Request(adapter, items, name)]))[0].metrics
+    parts = [(worker.run(pack([Request(adapter, part, name)]))[0].metrics, len(part)) for part in (items[:1], items[1:])]
     outputs = [ForwardBackwardOutput(loss_fn_output_type="x", loss_fn_outputs=[{}] * n, metrics=m) for m, n in parts]
     assert combine_fwd_bwd_output_results(outputs).metrics == pytest.approx(whole, rel=1e-5)
 
+    bounds = {k: v for k, v in losses.get(name).defaults.items() if k.startswith("clip")}
     ratios, clipped, kl = [], [], []
     p = worker.run(pack([Request(adapter, items, backward=False)]))[0].logprobs.double()
     for i, own in zip(items, p.split([len(i.tokens) for i in items]), strict=True):
         on = torch.from_numpy(i.inputs["advantages"]) != 0
-        log_ratio = (own - torch.from_numpy(i.inputs["logprobs"]))[on]
-        r = log_ratio.exp()
+        log_ratio = own - torch.from_numpy(i.inputs["logprobs"])
+        used = log_ratio[torch.from_numpy(i.inputs["sequence_ratio_mask"]) != 0].mean().expand(len(own)) if name == "gspo" else log_ratio
+        r = used[on].exp()
         ratios.append(r.mean())
-        clipped.append(((r < 0.8) | (r > 1.2)).double().mean())
-        kl.append((r - 1 - log_ratio).mean())
-    want = {"ratio:mean": ratios, "clip_fraction:mean": clipped, "kl:mean": kl}
+        clipped.append(((r < bounds["clip_low_threshold"]) | (r > bounds["clip_high_threshold"])).double().mean() if bounds else None)
+        kl.append((log_ratio[on].exp() - 1 - log_ratio[on]).mean())
+    want = {"ratio:mean": ratios, "kl:mean": kl} | ({"clip_fraction:mean": clipped} if bounds else {})
+    assert set(whole) == {"loss:sum", *want}
     assert {k: whole[k] for k in want} == pytest.approx({k: float(sum(v) / len(v)) for k, v in want.items()}, rel=1e-5)
 
 
@@ -183,3 +194,11 @@ def test_a_new_loss_is_one_file(worker, tmp_path, monkeypatch):
         worker.accumulate(adapter, result.grad)
         worker.optim_step([adapter], AdamParams(learning_rate=1e-2))
     assert result.metrics["loss:sum"] < 0.7 * first
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_loss_is_short(name):
+    """At most 40 lines of code, docstring and blank lines aside, and one line that registers it."""
+    code = (Path(losses.__file__).parent / f"{name}.py").read_text().split('"""', 2)[2]
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 40
+    assert Path(losses.__file__).read_text().count(f"register({name}.LOSS)") == 1
