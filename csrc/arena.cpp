@@ -20,6 +20,17 @@ size_t round_up(size_t size) {
 }
 }  // namespace
 
+void prefer_huge_pages(void* data, size_t size) {
+#ifdef MADV_HUGEPAGE
+    const auto start = (reinterpret_cast<uintptr_t>(data) + huge_page - 1) / huge_page * huge_page;
+    const auto end = (reinterpret_cast<uintptr_t>(data) + size) / huge_page * huge_page;
+    if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#else
+    static_cast<void>(data);
+    static_cast<void>(size);
+#endif
+}
+
 void count_allocation(size_t bytes) { allocated.fetch_add(bytes, std::memory_order_relaxed); }
 uint64_t allocated_bytes() { return allocated.load(std::memory_order_relaxed); }
 
@@ -39,9 +50,7 @@ Arena::Arena(size_t capacity) {
     count_allocation(capacity_);
     const auto start = (reinterpret_cast<uintptr_t>(mapping_) + huge_page - 1) / huge_page * huge_page;
     data_ = reinterpret_cast<uint8_t*>(start);
-#ifdef MADV_HUGEPAGE
-    madvise(data_, capacity_, MADV_HUGEPAGE);
-#endif
+    prefer_huge_pages(data_, capacity_);
 }
 
 Arena::~Arena() {

@@ -18,6 +18,9 @@ namespace spindle {
 void count_allocation(size_t bytes);
 uint64_t allocated_bytes();
 
+// Asks for huge pages where whole ones fit: memory touched for the first time then costs a fault per 2 MB, not per 4 KB.
+void prefer_huge_pages(void* data, size_t size);
+
 template <class T>
 struct CountingAllocator {
     using value_type = T;

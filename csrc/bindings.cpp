@@ -354,6 +354,7 @@ py::bytes py_encode(const FloatArray& logprobs, const IntArray& lengths, const I
     auto* to = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(out.ptr()));
     {
         const py::gil_scoped_release no_gil;
+        prefer_huge_pages(to, size);
         encode_output(content, to);
     }
     return out;
