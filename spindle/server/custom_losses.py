@@ -42,7 +42,8 @@ async def create(call: Call) -> Response:
     entry = server.futures.repeat(request_id, call.owner, digest)
     if entry is None:
         start: Future[None] = Future()
-        make = functools.partial(losses.create_custom, request.name, request.inputs, request.graph, session.session_id, call.owner)
+        where = session.session_id, call.owner, server.settings.custom_losses
+        make = functools.partial(losses.create_custom, request.name, request.inputs, request.graph, *where)
         future = start.then(lambda _: make(), server.io)
         entry = server.futures.add(request_id, call.owner, session.session_id, future, _answer, digest, "create_custom_loss")
         start.settle(None)

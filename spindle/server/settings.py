@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spindle.losses import CustomLimits
+
 __all__ = ["ServerSettings"]
 
 
@@ -29,6 +31,7 @@ class ServerSettings:
     scan_threads: int = 4
     io_threads: int = 4
     tokenizer_id: str | None = None  # what training clients load their tokenizer from; None: the base model's name
+    custom_losses: CustomLimits = field(default_factory=CustomLimits)
     client_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ import pickle
 import tarfile
 
 import httpx
+import numpy as np
 import pytest
 import tinker
 import torch
@@ -144,6 +145,23 @@ def test_copied_weights_are_the_callers_own(rest, service, training):
     client = service.create_training_client_from_state_with_optimizer(copied).result()
     expected = training.forward([datum(6)], "cross_entropy").result().metrics
     assert client.forward([datum(6)], "cross_entropy").result().metrics == expected
+
+
+def test_custom_losses_take_numbers_and_tables(service, training):
+    def scaled(logprobs, scale, table):
+        loss = scale * (logprobs * table.sum(-1)).sum()
+        return loss, {"custom/scale:mean": scale}
+
+    handle = service.create_custom_loss(scaled, {"logprobs": 1, "scale": 0, "table": 2}).result()
+    data = []
+    for seed, n in enumerate((6, 1, 4)):
+        extra = {"scale": np.array(0.5 + seed, np.float32), "table": np.full((n, 3), 1.0 + seed, np.float32)}
+        data.append(datum(n, seed, **{name: tinker.TensorData.from_numpy(value) for name, value in extra.items()}))
+    output = training.forward_backward_custom(data, handle).result()
+    logprobs = [item["logprobs"].to_torch() for item in output.loss_fn_outputs]
+    expected = sum((0.5 + seed) * 3 * (1.0 + seed) * float(p.sum()) for seed, p in enumerate(logprobs))
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    assert output.metrics["custom/scale:mean"] == pytest.approx(1.5)
 
 
 def test_custom_losses_run_on_the_server(service, training):
