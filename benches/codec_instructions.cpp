@@ -22,14 +22,14 @@ int main(int, char** argv) {
             cells += static_cast<size_t>(cells_of(datum));
         }
         const auto tokens = static_cast<size_t>(request.num_tokens);
-        std::vector<int64_t> ids(tokens), positions(tokens), labels(cells);
+        std::vector<int32_t> ids(tokens);
+        std::vector<int64_t> labels(cells);
         std::vector<float> weights(cells);
         InputTarget input;
         input.name = request.name_index("weights");
         input.to = weights.data();
         FillTarget to;
         to.tokens = ids.data();
-        to.positions = positions.data();
         to.labels = labels.data();
         to.inputs = &input;
         to.num_inputs = 1;

@@ -88,8 +88,7 @@ def micro_batch(parts: list[tuple[Adapter, list[Row]]], backward: bool = True) -
         segments.append(Segment(adapter, "cross_entropy", dict(losses.get("cross_entropy").defaults), backward, *where, inputs))
         seq, row, cell = seq + len(data), row + n, cell + c
     return MicroBatch(
-        cat([t for t, _, _ in flat]),
-        cat([np.arange(len(t)) for t, _, _ in flat]),
+        cat([t for t, _, _ in flat]).int(),
         cat([y for _, y, _ in flat]),
         np.array([len(t) for t, _, _ in flat]),
         np.array([y.shape[1] if y.ndim == 2 else 0 for _, y, _ in flat]),

@@ -63,6 +63,7 @@ class ScannedRequest {
             config[to_str(entry.name)] = entry.is_text ? py::object(to_str(entry.text)) : py::object(py::float_(entry.number));
         lengths = per_datum<int64_t>([](const Datum& datum) { return datum.length; });
         target_widths = per_datum<int64_t>([](const Datum& datum) { return datum.target_width; });
+        written_cells = per_datum<int64_t>([&request](const Datum& datum) { return spindle::written_cells(request, datum); });
         has_spans = per_datum<bool>([](const Datum& datum) { return datum.spans > 0; });
     }
 
@@ -73,7 +74,7 @@ class ScannedRequest {
     size_t num_datums;
     size_t nbytes;
     py::dict config;
-    py::array lengths, target_widths, has_spans;
+    py::array lengths, target_widths, written_cells, has_spans;
 
     py::bytes fingerprint() const { return {reinterpret_cast<const char*>(&fingerprint_), sizeof(fingerprint_)}; }
 
@@ -243,69 +244,80 @@ std::unique_ptr<ScannedRequest> py_scan_arrays(const py::str& model_id, int32_t 
     return std::make_unique<ScannedRequest>(std::move(held));
 }
 
-// A writable one-dimensional array of exactly `size` items, as raw memory.
-template <class T>
-T* memory_of(const py::object& given, int64_t size, const std::string& name) {
-    const auto array = py::array::ensure(given);
-    if (!array || !py::isinstance<py::array_t<T>>(array) || !(array.flags() & py::array::c_style) || !array.writeable())
-        throw py::type_error(name + " must be a writable contiguous " + (std::is_same_v<T, float> ? "float32" : "int64") + " array");
-    if (array.size() != size) throw py::value_error(name + " has " + std::to_string(array.size()) + " items: the datums need " + std::to_string(size));
-    return static_cast<T*>(const_cast<void*>(array.data()));
-}
-
-void py_fill(const ScannedRequest& scanned, const IntArray& indices, const py::object& tokens, const py::object& positions,
-             const py::object& targets, const py::dict& inputs) {
-    const auto held = scanned.use();
-    const Request& request = held->request;
-    const auto count = static_cast<size_t>(indices.size());
-    int64_t num_tokens = 0;
-    int64_t num_cells = 0;
-    for (size_t i = 0; i < count; ++i) {
-        const int64_t index = indices.data()[i];
-        if (index < 0 || static_cast<size_t>(index) >= scanned.num_datums)
-            throw py::index_error("datum " + std::to_string(index) + " of " + std::to_string(scanned.num_datums));
-        const Datum& datum = request.datums()[static_cast<size_t>(index)];
-        num_tokens += datum.length;
-        num_cells += cells_of(datum);
-    }
-    FillTarget to;
-    to.tokens = memory_of<int64_t>(tokens, num_tokens, "tokens");
-    to.positions = memory_of<int64_t>(positions, num_tokens, "positions");
-    if (!targets.is_none()) to.labels = memory_of<int64_t>(targets, num_cells, "targets");
-    std::vector<InputTarget> wanted;
-    for (const auto& [key, value] : inputs) {
-        const auto name = key.cast<std::string>();
-        const auto pair = value.cast<py::tuple>();
-        InputTarget input;
-        input.name = request.name_index(name);
-        input.to = memory_of<float>(pair[0].cast<py::object>(), num_cells, name);
-        if (!pair[1].is_none()) input.fallback = pair[1].cast<float>();
-        for (size_t i = 0; i < count; ++i) {
-            const int64_t index = indices.data()[i];
-            const Datum& datum = request.datums()[static_cast<size_t>(index)];
-            const Tensor* tensor = request.find(datum, input.name);
-            if (!tensor && !input.fallback) throw py::value_error("datum " + std::to_string(index) + ": " + name + " is missing and has no default");
-            if (tensor && tensor->width != datum.target_width)
-                throw py::value_error("datum " + std::to_string(index) + ": " + name + " does not have the shape of target_tokens");
-        }
-        wanted.push_back(input);
-    }
-    to.inputs = wanted.data();
-    to.num_inputs = wanted.size();
-    const py::gil_scoped_release no_gil;
-    fill(request, indices.data(), count, to);
-}
-
-template <class T>
-py::array_t<T> array_of(const std::vector<T>& values) {
-    return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
-}
-
 const int64_t* checked(const IntArray& indices, const ScannedRequest& scanned) {
     for (py::ssize_t i = 0; i < indices.size(); ++i)
         if (indices.data()[i] < 0 || static_cast<size_t>(indices.data()[i]) >= scanned.num_datums)
             throw py::index_error("datum " + std::to_string(indices.data()[i]) + " of " + std::to_string(scanned.num_datums));
     return indices.data();
+}
+
+// A writable one-dimensional array of exactly `size` items, as raw memory.
+template <class T>
+T* memory_of(const py::object& given, int64_t size, const std::string& name) {
+    const auto array = py::array::ensure(given);
+    if (!array || !py::isinstance<py::array_t<T>>(array) || !(array.flags() & py::array::c_style) || !array.writeable())
+        throw py::type_error(name + " must be a writable contiguous " + py::str(py::dtype::of<T>()).cast<std::string>() + " array");
+    if (array.size() != size) throw py::value_error(name + " has " + std::to_string(array.size()) + " items: the datums need " + std::to_string(size));
+    return static_cast<T*>(const_cast<void*>(array.data()));
+}
+
+// Where fill writes and clear zeroes, checked against the datums.
+struct Destination {
+    FillTarget to;
+    std::vector<InputTarget> inputs;
+    int64_t num_tokens = 0;
+
+    Destination(const Request& request, const IntArray& indices, const ScannedRequest& scanned, const py::object& targets, const py::dict& given) {
+        const int64_t* chosen = checked(indices, scanned);
+        int64_t num_cells = 0;
+        for (py::ssize_t i = 0; i < indices.size(); ++i) {
+            const Datum& datum = request.datums()[static_cast<size_t>(chosen[i])];
+            num_tokens += datum.length;
+            num_cells += cells_of(datum);
+        }
+        if (!targets.is_none()) to.labels = memory_of<int64_t>(targets, num_cells, "targets");
+        for (const auto& [key, value] : given) {
+            const auto name = key.cast<std::string>();
+            const auto pair = value.cast<py::tuple>();
+            InputTarget input;
+            input.name = request.name_index(name);
+            input.to = memory_of<float>(pair[0].cast<py::object>(), num_cells, name);
+            if (!pair[1].is_none()) input.fallback = pair[1].cast<float>();
+            for (py::ssize_t i = 0; i < indices.size(); ++i) {
+                const int64_t index = chosen[i];
+                const Datum& datum = request.datums()[static_cast<size_t>(index)];
+                const Tensor* tensor = request.find(datum, input.name);
+                if (!tensor && !input.fallback) throw py::value_error("datum " + std::to_string(index) + ": " + name + " is missing and has no default");
+                if (tensor && tensor->width != datum.target_width)
+                    throw py::value_error("datum " + std::to_string(index) + ": " + name + " does not have the shape of target_tokens");
+            }
+            inputs.push_back(input);
+        }
+        to.inputs = inputs.data();
+        to.num_inputs = inputs.size();
+    }
+};
+
+void py_fill(const ScannedRequest& scanned, const IntArray& indices, const py::object& tokens, const py::object& targets, const py::dict& inputs,
+             bool zeroed) {
+    const auto held = scanned.use();
+    Destination there(held->request, indices, scanned, targets, inputs);
+    there.to.tokens = memory_of<int32_t>(tokens, there.num_tokens, "tokens");
+    there.to.zeroed = zeroed;
+    const py::gil_scoped_release no_gil;
+    fill(held->request, indices.data(), static_cast<size_t>(indices.size()), there.to);
+}
+
+void py_clear(const ScannedRequest& scanned, const IntArray& indices, const py::object& targets, const py::dict& inputs) {
+    const auto held = scanned.use();
+    const Destination there(held->request, indices, scanned, targets, inputs);
+    const py::gil_scoped_release no_gil;
+    clear(held->request, indices.data(), static_cast<size_t>(indices.size()), there.to);
+}
+
+template <class T>
+py::array_t<T> array_of(const std::vector<T>& values) {
+    return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
 py::array_t<int64_t> py_listed_cells(const ScannedRequest& scanned, const IntArray& indices, const std::vector<std::string>& names) {
@@ -374,6 +386,7 @@ py::tuple py_peek(const py::object& body, const std::optional<std::string>& cont
 void check_limits(const Limits& limits) {
     if (limits.zstd_window_log_max < 10 || limits.zstd_window_log_max > 31) throw py::value_error("zstd_window_log_max must be 10 to 31");
     if (limits.vocab_size < 0 || limits.vocab_size > INT32_MAX) throw py::value_error("vocab_size must be 0 to 2^31 - 1");
+    if (limits.max_cells > UINT32_MAX) throw py::value_error("max_cells must be 0 to 2^32 - 1");
     const int64_t sizes[] = {limits.max_body_bytes,    limits.max_inflated_bytes, limits.max_datums,  limits.max_tokens,     limits.max_sequence_length,
                              limits.max_target_width,  limits.max_cells,          limits.max_name_length, limits.max_input_names, limits.max_config_entries,
                              limits.max_spans};
@@ -429,6 +442,7 @@ void bind_request(py::module_& m) {
         .def_readonly("nbytes", &ScannedRequest::nbytes)
         .def_readonly("lengths", &ScannedRequest::lengths)
         .def_readonly("target_widths", &ScannedRequest::target_widths)
+        .def_readonly("written_cells", &ScannedRequest::written_cells)
         .def_readonly("has_spans", &ScannedRequest::has_spans)
         .def_property_readonly("fingerprint", &ScannedRequest::fingerprint)
         .def_property_readonly("input_names", &ScannedRequest::input_names)
@@ -467,7 +481,8 @@ PYBIND11_MODULE(_codec, m, py::mod_gil_not_used()) {
     m.attr("built_with") = py::dict("compiler"_a = __VERSION__, "standard"_a = __cplusplus, "libzstd"_a = ZSTD_versionString());
     m.def("scan", &py_scan, "body"_a, "content_encoding"_a, "limits"_a);
     m.def("scan_arrays", &py_scan_arrays, "model_id"_a, "seq_id"_a, "datums"_a, "loss_fn"_a, "loss_fn_config"_a, "forward_only"_a, "limits"_a);
-    m.def("fill", &py_fill, "request"_a, "datum_indices"_a, "tokens"_a, "positions"_a, "targets"_a, "inputs"_a);
+    m.def("fill", &py_fill, "request"_a, "datum_indices"_a, "tokens"_a, "targets"_a, "inputs"_a, "zeroed"_a);
+    m.def("clear", &py_clear, "request"_a, "datum_indices"_a, "targets"_a, "inputs"_a);
     m.def("listed_cells", &py_listed_cells, "request"_a, "datum_indices"_a, "names"_a);
     m.def("spread_input", &py_spread_input, "request"_a, "datum_indices"_a, "name"_a);
     m.def("encode_forward_backward", &py_encode, "logprobs"_a, "lengths"_a, "widths"_a, "metrics"_a);

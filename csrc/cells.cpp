@@ -9,11 +9,9 @@ namespace spindle {
 
 namespace {
 template <class Visit>  // visit(listed value, cell of the datum)
-void each_listed(const Tensor& tensor, int64_t length, Visit visit) {
-    int64_t next = 0;
-    for (int64_t row = 0; row < length; ++row)
-        for (const auto end = load<int64_t>(tensor.crow.data + 8 * row + 8); next < end; ++next)
-            visit(next, row * tensor.width + load<int64_t>(tensor.col.data + 8 * next));
+void each_listed(const Request& request, const Tensor& tensor, Visit visit) {
+    const uint32_t* cells = request.storage->cells.data() + tensor.first_cell;
+    for (int64_t i = 0; i < static_cast<int64_t>(tensor.col.size / 8); ++i) visit(i, int64_t{cells[i]});
 }
 
 float value_at(const Tensor& tensor, int64_t i) { return static_cast<float>(number_at(tensor.values, tensor.dtype, i)); }
@@ -34,7 +32,7 @@ std::vector<int64_t> listed_cells(const Request& request, const int64_t* datums,
             for (int64_t cell = 0; cell < cells_of(datum); ++cell) out.push_back(first + cell);
         else
             for (const int64_t name : names)
-                each_listed(*request.find(datum, name), datum.length, [&](int64_t, int64_t cell) { out.push_back(first + cell); });
+                each_listed(request, *request.find(datum, name), [&](int64_t, int64_t cell) { out.push_back(first + cell); });
         std::sort(out.begin() + begin, out.end());
         out.erase(std::unique(out.begin() + begin, out.end()), out.end());
         first += cells_of(datum);
@@ -60,7 +58,7 @@ std::vector<float> spread_input(const Request& request, const int64_t* datums, s
             const size_t begin = out.size();
             out.resize(begin + static_cast<size_t>(datum.length * tensor->width));
             if (tensor->layout == Layout::csr)
-                each_listed(*tensor, datum.length, [&](int64_t i, int64_t cell) { out[begin + static_cast<size_t>(cell)] = value_at(*tensor, i); });
+                each_listed(request, *tensor, [&](int64_t i, int64_t cell) { out[begin + static_cast<size_t>(cell)] = value_at(*tensor, i); });
             else
                 for (int64_t i = 0; i < datum.length * tensor->width; ++i) out[begin + static_cast<size_t>(i)] = value_at(*tensor, i);
         }

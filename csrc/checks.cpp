@@ -33,6 +33,18 @@ SPINDLE_WIDE bool int64_below(const uint8_t* from, size_t n, uint32_t bound) {
     return high == 0 && (n == 0 || low < bound);
 }
 
+constexpr size_t zero_block = 256;  // bytes; a multiple of every item
+
+// How many of n blocks are zero before the first that is not, going on by `stride` bytes from one to the next.
+SPINDLE_WIDE size_t zero_blocks(const uint8_t* from, size_t n, ptrdiff_t stride) {
+    for (size_t block = 0; block < n; ++block, from += stride) {
+        uint64_t any = 0;
+        for (size_t i = 0; i < zero_block; i += 8) any |= load<uint64_t>(from + i);
+        if (any) return block;
+    }
+    return n;
+}
+
 bool quick_in_range(Bytes values, Dtype dtype, int64_t bound) {
     const size_t n = values.size / item_size(dtype);
     if (dtype == Dtype::int32) {
@@ -60,6 +72,15 @@ const char* name_of(Dtype dtype) {
         case Dtype::bfloat16: return "bfloat16";
         default: return "unset";
     }
+}
+
+Bytes without_outer_zeros(Bytes values) {
+    const size_t head = zero_block * zero_blocks(values.data, values.size / zero_block, zero_block);
+    values.data += head;
+    values.size -= head;
+    if (const size_t blocks = values.size / zero_block)
+        values.size -= zero_block * zero_blocks(values.data + values.size - zero_block, blocks, -static_cast<ptrdiff_t>(zero_block));
+    return values;
 }
 
 int64_t integer_at(Bytes values, Dtype dtype, int64_t index) {

@@ -15,6 +15,10 @@ constexpr size_t item_size(Dtype dtype) {
 }
 const char* name_of(Dtype dtype);
 
+// The values without the whole blocks of zero bits at either end: what is zero passes every check, and need not be written where
+// memory is zero already. -0.0 is not zero bits.
+Bytes without_outer_zeros(Bytes values);
+
 // Index of the first integer outside [0, bound), or -1. bound 0 = only negative ones are outside.
 int64_t first_outside(Bytes values, Dtype dtype, int64_t bound);
 // Index of the first NaN or infinity, or -1.

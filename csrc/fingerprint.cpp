@@ -18,9 +18,7 @@ uint64_t mix(uint64_t a, uint64_t b) {
 
 // Each lane sums 32 x 32-bit products of its words under a key that moves on with every stripe (so that order counts), and the
 // word itself goes into the neighbouring lane (so that a zero factor hides nothing).
-void absorb_plain(uint64_t* sums, const uint8_t* from, size_t stripes) {
-    uint64_t key[lanes];
-    std::memcpy(key, odd, sizeof(key));
+void absorb_plain(uint64_t* sums, uint64_t* key, const uint8_t* from, size_t stripes) {
     for (; stripes; --stripes, from += stripe) {
         for (size_t i = 0; i < lanes; ++i) {
             const uint64_t keyed = load<uint64_t>(from + 8 * i) + key[i];
@@ -32,11 +30,11 @@ void absorb_plain(uint64_t* sums, const uint8_t* from, size_t stripes) {
 
 #ifdef SPINDLE_AVX2
 // The same, four lanes at a time.
-SPINDLE_AVX2 void absorb_avx2(uint64_t* sums, const uint8_t* from, size_t stripes) {
+SPINDLE_AVX2 void absorb_avx2(uint64_t* sums, uint64_t* keys, const uint8_t* from, size_t stripes) {
     __m256i sum[2], key[2], step[2];
     for (int half = 0; half < 2; ++half) {
         sum[half] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums + 4 * half));
-        key[half] = _mm256_load_si256(reinterpret_cast<const __m256i*>(odd + 4 * half));
+        key[half] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + 4 * half));
         step[half] = _mm256_load_si256(reinterpret_cast<const __m256i*>(steps + 4 * half));
     }
     for (; stripes; --stripes, from += stripe) {
@@ -49,15 +47,18 @@ SPINDLE_AVX2 void absorb_avx2(uint64_t* sums, const uint8_t* from, size_t stripe
             key[half] = _mm256_add_epi64(key[half], step[half]);
         }
     }
-    for (int half = 0; half < 2; ++half) _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + 4 * half), sum[half]);
+    for (int half = 0; half < 2; ++half) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + 4 * half), sum[half]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(keys + 4 * half), key[half]);
+    }
 }
 #endif
 
-void absorb(uint64_t* sums, const uint8_t* from, size_t stripes) {
+void absorb(uint64_t* sums, uint64_t* keys, const uint8_t* from, size_t stripes) {
 #ifdef SPINDLE_AVX2
-    if (has_avx2()) return absorb_avx2(sums, from, stripes);
+    if (has_avx2()) return absorb_avx2(sums, keys, from, stripes);
 #endif
-    absorb_plain(sums, from, stripes);
+    absorb_plain(sums, keys, from, stripes);
 }
 }  // namespace
 
@@ -71,13 +72,14 @@ void Fingerprint::then(const Fingerprint& other) {
 Fingerprint fingerprint(Bytes content) {
     uint64_t sums[lanes];
     for (size_t i = 0; i < lanes; ++i) sums[i] = odd[i] * (content.size + i + 1);
+    uint64_t keys[lanes];
+    std::memcpy(keys, odd, sizeof(keys));
     const size_t stripes = content.size / stripe;
-    if (stripes) absorb(sums, content.data, stripes);
+    if (stripes) absorb(sums, keys, content.data, stripes);
     if (const size_t rest = content.size % stripe) {
         uint8_t last[stripe] = {};
         std::memcpy(last, content.data + stripes * stripe, rest);
-        for (size_t i = 0; i < lanes; ++i) sums[i] = mix(sums[i] ^ odd[i], odd[lanes - 1 - i]);
-        absorb(sums, last, 1);
+        absorb(sums, keys, last, 1);
     }
     Fingerprint out{content.size, odd[7]};
     for (size_t i = 0; i < lanes; i += 2) out.then(Fingerprint{sums[i], sums[i + 1]});

@@ -12,12 +12,12 @@ struct Limits {
     int64_t max_tokens = int64_t{8} << 20;           // of all datums of a request
     int64_t max_sequence_length = int64_t{1} << 20;  // of one datum
     int64_t max_target_width = 256;                  // K of an [N, K] input
-    int64_t max_cells = int64_t{1} << 26;            // N * K summed over datums: CSR says many in few bytes
+    int64_t max_cells = int64_t{1} << 26;            // N * K summed over datums: CSR says many in few bytes; fits 32 bits
     int64_t max_name_length = 256;                   // bytes of model_id, loss_fn, input and config names
     int64_t max_input_names = 64;                    // different ones of a request
     int64_t max_config_entries = 64;
     int64_t max_spans = int64_t{1} << 16;  // provenance spans of all datums
-    int64_t vocab_size = 0;                // token ids must be below it; 0 = only not negative
+    int64_t vocab_size = 0;                // token ids must be below it; 0 = any that are not negative (of tokens: that fit int32)
     int64_t zstd_window_log_max = 27;
 };
 

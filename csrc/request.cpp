@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "csr.hpp"
 #include "protobuf.hpp"
 #include "zstd_frame.hpp"
 
@@ -68,17 +69,22 @@ class Builder {
             throw InvalidRequest(text("data has more than ", limits_.max_tokens, " tokens: send it in several requests"));
         Fingerprint content = tokens_fingerprint(now);
         check_tokens(now);
-        Fingerprint inputs;
         int64_t widest = 1;
         for (uint32_t i = 0; i < now.tensors; ++i) {
             Tensor& tensor = storage_.tensors[now.first_tensor + i];
             check_tensor(now, tensor);
-            inputs.add(tensor_fingerprint(tensor));
             widest = std::max(widest, tensor.width);
         }
         cells_ += now.length * widest;
         if (cells_ > limits_.max_cells)
             throw InvalidRequest(text("data has more than ", limits_.max_cells, " cells (tokens x K): send it in several requests"));
+        Fingerprint inputs;
+        for (uint32_t i = 0; i < now.tensors; ++i) {
+            Tensor& tensor = storage_.tensors[now.first_tensor + i];
+            if (tensor.layout == Layout::csr)
+                if (const std::string what = list_cells(tensor, now.length, storage_.cells); !what.empty()) throw wrong(text(input_name(tensor), " ", what));
+            inputs.add(tensor_fingerprint(tensor));
+        }
         content.then(inputs);
         for (uint32_t i = 0; i < now.spans; ++i) content.then(span_fingerprint(storage_.spans[now.first_span + i]));
         request_.fingerprint.then(content);
@@ -127,24 +133,28 @@ class Builder {
         if (storage_.names.size() >= static_cast<size_t>(limits_.max_input_names))
             throw wrong(text("loss_fn_inputs of the request have more than ", limits_.max_input_names, " different names"));
         storage_.names.push_back(name);
+        storage_.name_fingerprints.push_back(spindle::fingerprint(name));
         return static_cast<uint32_t>(storage_.names.size() - 1);
     }
 
     std::string ids_allowed() const {
         return limits_.vocab_size ? text("token ids are 0 to ", limits_.vocab_size - 1) : std::string("token ids are not negative");
     }
+    std::string_view input_name(const Tensor& tensor) const { return storage_.names[tensor.name].text(); }
     void check_tokens(const Datum& now) const {
+        const int64_t bound = limits_.vocab_size ? limits_.vocab_size : int64_t{1} << 31;  // micro-batches hold int32
         int64_t before = 0;
         for (uint32_t i = 0; i < now.chunks; ++i) {
             const Chunk& chunk = storage_.chunks[now.first_chunk + i];
-            if (const int64_t at = first_outside(chunk.tokens, chunk.dtype, limits_.vocab_size); at >= 0)
-                throw wrong(text("model_input: token ", before + at, " is ", integer_at(chunk.tokens, chunk.dtype, at), ": ", ids_allowed()));
+            if (const int64_t at = first_outside(chunk.tokens, chunk.dtype, bound); at >= 0)
+                throw wrong(text("model_input: token ", before + at, " is ", integer_at(chunk.tokens, chunk.dtype, at), ": token ids are 0 to ", bound - 1));
             before += static_cast<int64_t>(chunk.tokens.size / item_size(chunk.dtype));
         }
     }
     void check_tensor(Datum& now, Tensor& tensor) const {
-        const std::string_view name = storage_.names[tensor.name].text();
-        if (const std::string what = settle(tensor, now.length, limits_.max_target_width, storage_.rows); !what.empty()) throw wrong(text(name, " ", what));
+        const std::string_view name = input_name(tensor);
+        if (const std::string what = settle(tensor, now.length, limits_.max_target_width); !what.empty()) throw wrong(text(name, " ", what));
+        const auto before = static_cast<int64_t>((tensor.nonzero.data - tensor.values.data) / item_size(tensor.dtype));
         const char* cell = tensor.layout == Layout::csr ? ": listed value " : ": value ";
         if (name == "target_tokens") {
             if (tensor.width == scalar_width)
@@ -152,11 +162,11 @@ class Builder {
             now.target_width = tensor.width;
             if (!is_integer(tensor.dtype))
                 throw wrong(text("target_tokens has dtype ", name_of(tensor.dtype), ": int64 or int32 is needed"));
-            if (const int64_t at = first_outside(tensor.values, tensor.dtype, limits_.vocab_size); at >= 0)
-                throw wrong(text(name, cell, at, " is ", integer_at(tensor.values, tensor.dtype, at), ": ", ids_allowed()));
-        } else if (const int64_t at = first_not_finite(tensor.values, tensor.dtype); at >= 0) {
-            const double value = number_at(tensor.values, tensor.dtype, at);
-            throw wrong(text(name, cell, at, " is ", value != value ? "nan" : value > 0 ? "inf" : "-inf", ": it must be finite"));
+            if (const int64_t at = first_outside(tensor.nonzero, tensor.dtype, limits_.vocab_size); at >= 0)
+                throw wrong(text(name, cell, before + at, " is ", integer_at(tensor.nonzero, tensor.dtype, at), ": ", ids_allowed()));
+        } else if (const int64_t at = first_not_finite(tensor.nonzero, tensor.dtype); at >= 0) {
+            const double value = number_at(tensor.nonzero, tensor.dtype, at);
+            throw wrong(text(name, cell, before + at, " is ", value != value ? "nan" : value > 0 ? "inf" : "-inf", ": it must be finite"));
         }
     }
 
@@ -166,11 +176,12 @@ class Builder {
         return out;
     }
     Fingerprint tensor_fingerprint(const Tensor& tensor) const {
-        Fingerprint out = spindle::fingerprint(storage_.names[tensor.name]);
-        out.then(spindle::fingerprint(tensor.values));
+        Fingerprint out = storage_.name_fingerprints[tensor.name];
+        out.then(spindle::fingerprint(tensor.nonzero));
+        out.then(Fingerprint{static_cast<uint64_t>(tensor.nonzero.data - tensor.values.data), tensor.values.size});  // what zeros are around
         if (tensor.layout == Layout::csr) {
-            out.then(spindle::fingerprint(tensor.crow));
-            out.then(spindle::fingerprint(tensor.col));
+            const auto* cells = reinterpret_cast<const uint8_t*>(storage_.cells.data() + tensor.first_cell);
+            out.then(spindle::fingerprint({cells, tensor.col.size / 2}));  // 4 bytes each
         }
         out.then((static_cast<uint64_t>(tensor.width) << 16) | (static_cast<uint64_t>(tensor.rank) << 8) | (static_cast<uint64_t>(tensor.dtype) << 4) |
                  static_cast<uint64_t>(tensor.layout));
@@ -430,15 +441,16 @@ void Storage::clear() {
     chunks.clear();
     tensors.clear();
     spans.clear();
-    rows.clear();
+    cells.clear();
     names.clear();
+    name_fingerprints.clear();
     config.clear();
     config_v2.clear();
 }
 
 size_t Storage::held() const {
     return arena.touched() + datums.capacity() * sizeof(Datum) + chunks.capacity() * sizeof(Chunk) + tensors.capacity() * sizeof(Tensor) +
-           spans.capacity() * sizeof(Span) + rows.capacity() * sizeof(uint32_t);
+           spans.capacity() * sizeof(Span) + cells.capacity() * sizeof(uint32_t);
 }
 
 Pool<Storage>& storage_pool() {

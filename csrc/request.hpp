@@ -59,8 +59,9 @@ struct Storage {
     Vec<Chunk> chunks;
     Vec<Tensor> tensors;
     Vec<Span> spans;
-    Vec<uint32_t> rows;  // of the listed cells of CSR tensors with few
+    Vec<uint32_t> cells;  // that CSR tensors list
     Vec<Bytes> names;  // of loss inputs, in the order met
+    Vec<Fingerprint> name_fingerprints;
     Vec<ConfigEntry> config, config_v2;
 
     ZSTD_DCtx_s* zstd();

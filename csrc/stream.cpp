@@ -7,12 +7,12 @@
 namespace spindle {
 
 namespace {
-constexpr size_t large = size_t{1} << 20;  // more than the caches near a core hold
+constexpr size_t large = size_t{256} << 10;  // more than the caches near a core have to spare
+constexpr size_t ahead = 3072;               // bytes that reads are asked for early; measured, and flat around it
 
 #ifdef SPINDLE_AVX2
 using Vector = __m256i;
 constexpr size_t vector_bytes = sizeof(Vector);
-constexpr size_t ahead = 3072;  // bytes that reads are asked for early; measured, and flat around it
 
 // Items of `item` bytes until `to` stands at a whole vector; `to` is a multiple of `item`, as arrays are.
 size_t items_to_boundary(const void* to, size_t item, size_t n) {
@@ -25,8 +25,10 @@ SPINDLE_AVX2 void stream_copy(uint8_t* to, const uint8_t* from, size_t bytes) {
     std::memcpy(to, from, head);
     size_t i = head;
     for (; i + 4 * vector_bytes <= bytes; i += 4 * vector_bytes) {
-        _mm_prefetch(reinterpret_cast<const char*>(from + i + ahead), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(from + i + ahead + 64), _MM_HINT_T0);
+        if (i + ahead < bytes) {
+            _mm_prefetch(reinterpret_cast<const char*>(from + i + ahead), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(from + i + ahead + 64), _MM_HINT_T0);
+        }
         Vector v[4];
         for (size_t k = 0; k < 4; ++k) v[k] = _mm256_loadu_si256(reinterpret_cast<const Vector*>(from + i + k * vector_bytes));
         for (size_t k = 0; k < 4; ++k) _mm256_stream_si256(reinterpret_cast<Vector*>(to + i + k * vector_bytes), v[k]);
@@ -54,25 +56,10 @@ SPINDLE_AVX2 void stream_widen(int64_t* to, const uint8_t* from, size_t n) {
     }
     for (; i < n; ++i) to[i] = load<int32_t>(from + 4 * i);
 }
-
-SPINDLE_AVX2 void stream_count_up(int64_t* to, size_t n) {
-    size_t i = 0;
-    for (const size_t head = items_to_boundary(to, 8, n); i < head; ++i) to[i] = static_cast<int64_t>(i);
-    const auto first = static_cast<int64_t>(i);
-    Vector count = _mm256_setr_epi64x(first, first + 1, first + 2, first + 3);
-    for (; i + 4 <= n; i += 4) {
-        _mm256_stream_si256(reinterpret_cast<Vector*>(to + i), count);
-        count = _mm256_add_epi64(count, _mm256_set1_epi64x(4));
-    }
-    for (; i < n; ++i) to[i] = static_cast<int64_t>(i);
-}
 #endif
 
 SPINDLE_WIDE void plain_widen(int64_t* to, const uint8_t* from, size_t n) {
     for (size_t i = 0; i < n; ++i) to[i] = load<int32_t>(from + 4 * i);
-}
-SPINDLE_WIDE void plain_count_up(int64_t* to, size_t n) {
-    for (size_t i = 0; i < n; ++i) to[i] = static_cast<int64_t>(i);
 }
 }  // namespace
 
@@ -89,6 +76,10 @@ StreamWriter::~StreamWriter() = default;
 #define SPINDLE_STREAM(call)
 #endif
 
+void ask_early(Bytes source) {
+    for (size_t i = 0; i < std::min(source.size, ahead); i += 64) __builtin_prefetch(source.data + i);
+}
+
 void StreamWriter::copy(void* to, const uint8_t* from, size_t bytes) const {
     if (bytes == 0) return;
     SPINDLE_STREAM(stream_copy(static_cast<uint8_t*>(to), from, bytes));
@@ -104,11 +95,6 @@ void StreamWriter::zero(void* to, size_t bytes) const {
 void StreamWriter::widen(int64_t* to, const uint8_t* int32, size_t n) const {
     SPINDLE_STREAM(stream_widen(to, int32, n));
     plain_widen(to, int32, n);
-}
-
-void StreamWriter::count_up(int64_t* to, size_t n) const {
-    SPINDLE_STREAM(stream_count_up(to, n));
-    plain_count_up(to, n);
 }
 
 }  // namespace spindle

@@ -17,10 +17,12 @@ class StreamWriter {
     void copy(void* to, const uint8_t* from, size_t bytes) const;
     void zero(void* to, size_t bytes) const;
     void widen(int64_t* to, const uint8_t* int32, size_t n) const;
-    void count_up(int64_t* to, size_t n) const;  // 0, 1, ... n - 1
 
   private:
     bool past_caches_;
 };
+
+// Has the head of what will be copied next brought nearer meanwhile.
+void ask_early(Bytes source);
 
 }  // namespace spindle

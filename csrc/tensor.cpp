@@ -74,7 +74,7 @@ void parse_tensor(Bytes message, Tensor& onto) {
     }
 }
 
-std::string settle(Tensor& tensor, int64_t length, int64_t max_width, Vec<uint32_t>& rows) {
+std::string settle(Tensor& tensor, int64_t length, int64_t max_width) {
     if (tensor.layout == Layout::unset) return "holds neither dense nor sparse_csr data";
     if (tensor.dtype == Dtype::unset)
         return text("has dtype number ", static_cast<int32_t>(tensor.wire_dtype), ": 1 float32, 2 int64, 3 int32 and 4 bfloat16 are allowed");
@@ -82,11 +82,8 @@ std::string settle(Tensor& tensor, int64_t length, int64_t max_width, Vec<uint32
     if (tensor.values.size % item != 0)
         return text("has ", tensor.values.size, " bytes of data, which is no whole number of ", name_of(tensor.dtype));
     if (std::string wrong = settle_shape(tensor, length, max_width); !wrong.empty()) return wrong;
-    if (tensor.layout == Layout::csr) {
-        std::string wrong = check_csr(tensor, length);
-        if (wrong.empty()) note_rows(tensor, length, rows);
-        return wrong;
-    }
+    tensor.nonzero = tensor.layout == Layout::csr ? tensor.values : without_outer_zeros(tensor.values);
+    if (tensor.layout == Layout::csr) return check_csr(tensor, length);
     if (tensor.width == scalar_width) return {};
     const uint64_t cells = static_cast<uint64_t>(length) * static_cast<uint64_t>(tensor.width ? tensor.width : 1);  // both are bounded: no overflow
     if (tensor.values.size / item != cells)

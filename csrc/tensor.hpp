@@ -22,7 +22,8 @@ struct Tensor {
     Bytes values;                // dense cells row-major, or the listed values
     Bytes crow;                  // CSR: [N + 1] int64
     Bytes col;                   // CSR: [nnz] int64
-    int64_t first_row = -1;      // CSR with few listed cells: where their rows begin in Storage::rows; -1 = not noted
+    Bytes nonzero;               // values without_outer_zeros when dense, else all of them
+    size_t first_cell = 0;       // CSR: where its listed cells begin in Storage::cells
     uint64_t wire_dtype = 0;     // as it came, for the message
 };
 
@@ -33,7 +34,7 @@ void parse_tensor(Bytes message, Tensor& onto);
 void push_size(Tensor& tensor, int64_t size);
 
 // Settles shape and width for a datum of `length` tokens and checks that the tensor is whole: sizes agree, CSR indices are sound.
-// Notes the rows of CSR cells in `rows` when they are few. Returns what is wrong, or an empty string. `max_width` bounds K.
-std::string settle(Tensor& tensor, int64_t length, int64_t max_width, Vec<uint32_t>& rows);
+// Returns what is wrong, or an empty string. `max_width` bounds K.
+std::string settle(Tensor& tensor, int64_t length, int64_t max_width);
 
 }  // namespace spindle

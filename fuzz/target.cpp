@@ -4,6 +4,7 @@
 // fingerprint or the same error, filling an accepted request writes every cell, and peek agrees with scan.
 #include <zstd.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -44,7 +45,8 @@ void fill_everything(const Request& request) {
         indices.push_back(static_cast<int64_t>(indices.size()));
     }
     constexpr int64_t unwritten = INT64_MIN;
-    std::vector<int64_t> ids(tokens, unwritten), positions(tokens, unwritten), labels(cells, unwritten);
+    std::vector<int32_t> ids(tokens, -1);
+    std::vector<int64_t> labels(cells, unwritten);
     std::vector<std::vector<float>> values;
     std::vector<InputTarget> inputs;
     for (size_t name = 0; name < request.names().size(); ++name) {
@@ -59,16 +61,27 @@ void fill_everything(const Request& request) {
     }
     FillTarget to;
     to.tokens = ids.data();
-    to.positions = positions.data();
     to.labels = labels.data();
     to.inputs = inputs.data();
     to.num_inputs = inputs.size();
     fill(request, indices.data(), indices.size(), to);
-    for (const int64_t id : ids) MUST(id >= 0 && id < 1000);
+    for (const int32_t id : ids) MUST(id >= 0 && id < 1000);
     for (const int64_t label : labels) MUST(label >= 0 && label < 1000);
-    for (const int64_t position : positions) MUST(position >= 0);
     for (const auto& column : values)
         for (const float value : column) MUST(value - value == 0);
+
+    // Zeroed memory is filled alike, and cleared to the last byte.
+    std::vector<int64_t> zeroed_labels(cells, 0);
+    std::vector<std::vector<float>> zeroed_values(values.size(), std::vector<float>(cells, 0.0f));
+    for (size_t i = 0; i < inputs.size(); ++i) inputs[i].to = zeroed_values[i].data();
+    to.labels = zeroed_labels.data();
+    to.zeroed = true;
+    fill(request, indices.data(), indices.size(), to);
+    MUST(zeroed_labels == labels && zeroed_values == values);
+    clear(request, indices.data(), indices.size(), to);
+    for (const int64_t label : zeroed_labels) MUST(label == 0);
+    for (const auto& column : zeroed_values)
+        for (const float value : column) MUST(value == 0 && !std::signbit(value));
 }
 
 // What a scan came to: its fingerprint, or the error's text.

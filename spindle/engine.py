@@ -405,6 +405,7 @@ class Engine:
             "adapter_bytes": dict(self.pool.held),
             "sampler": {key: sum(one[key] for one in sampler) for key in sampler[0]},
             "codec_pool": codec.pool_stats(),
+            "buffer_bytes": sum(loop.executor.buffers.nbytes for loop in loops),
             "queue": queue,
         }
 

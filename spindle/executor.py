@@ -15,6 +15,7 @@ import torch
 from spindle import codec, losses
 from spindle.compute.adapter import Adapter
 from spindle.compute.batch import MicroBatch, Segment, SegmentResult
+from spindle.compute.buffers import BufferPool
 from spindle.compute.worker import DeviceWorker
 from spindle.errors import ServerError, SpindleError, without_frames
 from spindle.halving import run_within_memory
@@ -133,7 +134,7 @@ class Executor:
         self.worker = worker
         self.scheduler = scheduler
         self.pool = pool
-        self.pinned = pinned
+        self.buffers = BufferPool(pinned)
         self.skip_unlisted = skip_unlisted
         self.seconds = {"fill": 0.0, "compute": 0.0, "optim": 0.0, "encode": 0.0}
         self.counts = {"micro_batches": 0, "tokens": 0, "forward_tokens": 0, "optim_steps": 0}
@@ -197,17 +198,22 @@ class Executor:
         lengths = np.concatenate([block.item.payload.lengths[block.datums] for block in blocks])
         widths = np.concatenate([block.item.payload.widths[block.datums] for block in blocks])
         cell_ends = np.cumsum(lengths * np.maximum(widths, 1)).tolist()
-        tokens = self._empty(int(lengths.sum()), torch.int64)
-        positions = self._empty(len(tokens), torch.int64)
-        targets = self._empty(cell_ends[-1], torch.int64)
-        batch = MicroBatch(tokens, positions, targets, lengths, widths, [])
-        row = cell = seq = 0
+        num_tokens, num_cells = int(lengths.sum()), cell_ends[-1]
+        most_inputs = max(len(block.item.payload.inputs) for block in blocks)
+        written = sum(int(block.item.payload.request.written_cells[block.datums].sum()) for block in blocks)
+        buffers = self.buffers.take(num_tokens, num_cells, most_inputs * num_cells, written)
+        tokens, targets = buffers.tokens[:num_tokens], buffers.targets[:num_cells]
+        batch = MicroBatch(tokens, targets, lengths, widths, [], buffers)
+        row = cell = seq = at = 0  # at: in buffers.inputs
         for block in blocks:
             training: Training = block.item.payload
             seqs = slice(seq, seq + len(block.datums))
             rows, cells = slice(row, row + block.tokens), slice(cell, cell_ends[seqs.stop - 1])
-            inputs = {name: (self._empty(cells.stop - cell, torch.float32), default) for name, default in training.inputs.items()}
-            codec.fill(training.request, block.datums, tokens[rows], positions[rows], targets[cells], inputs)
+            inputs = {}
+            for name, default in training.inputs.items():
+                inputs[name] = buffers.inputs[at : at + cells.stop - cell], default
+                at += cells.stop - cell
+            codec.fill(training.request, block.datums, tokens[rows], targets[cells], inputs, buffers.zeroed)
             segment = Segment(
                 adapter=training.resident.adapter,
                 loss_fn=training.request.loss_fn,
@@ -243,9 +249,6 @@ class Executor:
             for name, values in training.supplied.items()
         }
 
-    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(count, dtype=dtype, pin_memory=self.pinned)
-
     def run(self, batch: MicroBatch) -> None:
         """Compute a micro-batch and give every block its result, or its error."""
         started = time.perf_counter()
@@ -260,11 +263,30 @@ class Executor:
             return
         finally:
             self.seconds["compute"] += time.perf_counter() - started
+        self._give_back(batch)
         self.counts["micro_batches"] += 1
         self.counts["tokens"] += len(batch.tokens)
         self.counts["forward_tokens"] += sum(s.rows.stop - s.rows.start for s in batch.segments if not s.backward)
         for result in results:
             self.finish(result.segment.tag, result, None)
+
+    def _give_back(self, batch: MicroBatch) -> None:
+        """The buffers of a micro-batch that has run, before its requests let go of their bodies, which know what to clear.
+
+        What failed does not come here: its buffers are freed, whatever they hold.
+        """
+        started = time.perf_counter()
+        buffers, batch.buffers = batch.buffers, None
+        assert buffers is not None
+        try:
+            for segment in batch.segments if buffers.zeroed else ():
+                training: Training = segment.tag.item.payload
+                inputs = {name: (segment.inputs[name], default) for name, default in training.inputs.items()}
+                codec.clear(training.request, segment.tag.datums, batch.targets[segment.cells], inputs)
+            self.buffers.give_back(buffers)
+        except Exception:
+            logger.exception("the buffers of a micro-batch could not be cleared; new ones will be taken")
+        self.seconds["fill"] += time.perf_counter() - started
 
     def finish(self, block: Block, result: SegmentResult | None, error: SpindleError | None) -> None:
         """A filled block is over: put its result in its place, or fail its request; commit what is whole; let what waits go on."""

@@ -63,9 +63,7 @@ def part_of(batch: MicroBatch, first: int, last: int) -> tuple[MicroBatch, list[
         )
         whole.append(s)
     rows, cells = slice(row[first], row[last]), slice(cell[first], cell[last])
-    part = MicroBatch(
-        batch.tokens[rows], batch.positions[rows], batch.targets[cells], batch.lengths[first:last], batch.widths[first:last], parts
-    )
+    part = MicroBatch(batch.tokens[rows], batch.targets[cells], batch.lengths[first:last], batch.widths[first:last], parts)
     return part, whole
 
 

@@ -124,6 +124,45 @@ def test_the_micro_batch_budget_does_not_change_the_gradient(model, budget):
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+def sparse(length, rows, seed):
+    """[N, 3] targets and weights of which few rows are not zero."""
+    rng = np.random.default_rng(seed)
+    targets, weights = np.zeros((length, 3), np.int64), np.zeros((length, 3), np.float32)
+    targets[rows], weights[rows] = rng.integers(1, VOCAB, (len(rows), 3)), rng.normal(size=(len(rows), 3))
+    return datum(length, seed, target_tokens=targets, weights=weights)
+
+
+def test_what_a_micro_batch_leaves_in_its_buffers_is_not_felt(model, monkeypatch):
+    """The same requests in an engine that reuses buffers, and in one that takes fresh ones each time: the same bits."""
+    calls = [
+        [sparse(90, [80], 1), sparse(40, [0, 20], 2)],
+        [datum(70, 3)],  # every cell written
+        [sparse(200, [7], 4)],
+        [datum(30, 5), datum(25, 6)],
+        [sparse(100, [99], 7), sparse(64, [], 8)],
+    ]
+
+    def answers():
+        with spindle.Engine(model) as engine:
+            adapter = engine.create_adapter(rank=4, seed=1)
+            outputs = [adapter.forward_backward(data).result(60) for data in calls]
+            kept = engine.stats()["buffer_bytes"]
+            pool = engine._loops[0].executor.buffers
+            for buffers in pool._kept:
+                assert not buffers.zeroed or not (buffers.targets.any() or buffers.inputs.view(torch.int32).any())
+            return outputs, kept
+
+    reused, kept = answers()
+    assert kept > 0
+    monkeypatch.setattr("spindle.compute.buffers.BufferPool.give_back", lambda self, buffers: None)
+    fresh, none = answers()
+    assert none == 0
+    for a, b in zip(reused, fresh, strict=True):
+        assert a.metrics == b.metrics
+        for x, y in zip(a.loss_fn_outputs, b.loss_fn_outputs, strict=True):
+            assert x["logprobs"].tobytes() == y["logprobs"].tobytes()
+
+
 def test_two_devices_equal_one_and_themselves(model):
     ends = []
     for devices in (["cpu"], ["cpu", "cpu"], ["cpu", "cpu"]):

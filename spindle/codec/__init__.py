@@ -21,6 +21,7 @@ __all__ = [
     "Limits",
     "ScannedRequest",
     "built_with",
+    "clear",
     "decode_forward_backward",
     "encode_forward_backward",
     "encode_request",
@@ -52,20 +53,30 @@ def fill(
     request: ScannedRequest,
     datum_indices: Sequence[int] | np.ndarray,
     tokens: Any,
-    positions: Any,
     targets: Any | None,
     inputs: Mapping[str, tuple[Any, float | None]] | None = None,
+    zeroed: bool = False,
 ) -> None:
     """Write datums of a scanned request, in the order given, end to end into numpy arrays or CPU torch tensors.
 
-    tokens, positions: [sum of lengths] int64; positions count from 0 in every datum. targets: [cells] int64, where a datum of n tokens has
-    n cells, or n * K row-major when its target_tokens is [n, K]; None = not wanted. inputs: by name, ([cells] float32, default); a datum
-    that lacks the input gets the default. CSR inputs are written dense, 0 where nothing is listed.
+    tokens: [sum of lengths] int32. targets: [cells] int64, where a datum of n tokens has n cells, or n * K row-major when its
+    target_tokens is [n, K]; None = not wanted. inputs: by name, ([cells] float32, default); a datum that lacks the input gets the
+    default. CSR inputs are written dense, 0 where nothing is listed. zeroed: targets and inputs are all zero bytes, so only what is not
+    zero is written; ``clear`` makes them so again.
     Raises ValueError or TypeError when the memory does not fit or a datum lacks an input that has no default (None).
     """
-    plain = {name: (_numpy(array), default) for name, (array, default) in (inputs or {}).items()}
     indices = np.asarray(datum_indices, np.int64)
-    _codec.fill(request, indices, _numpy(tokens), _numpy(positions), None if targets is None else _numpy(targets), plain)
+    _codec.fill(request, indices, _numpy(tokens), None if targets is None else _numpy(targets), _plain(inputs), zeroed)
+
+
+def clear(
+    request: ScannedRequest,
+    datum_indices: Sequence[int] | np.ndarray,
+    targets: Any | None,
+    inputs: Mapping[str, tuple[Any, float | None]] | None = None,
+) -> None:
+    """Zero again what ``fill``, called with the same and ``zeroed``, wrote into targets and inputs. Before the request is released."""
+    _codec.clear(request, np.asarray(datum_indices, np.int64), None if targets is None else _numpy(targets), _plain(inputs))
 
 
 def encode_forward_backward(logprobs: Any, lengths: np.ndarray, widths: np.ndarray, metrics: Mapping[str, float]) -> bytes:
@@ -88,6 +99,10 @@ def peek_stats(body: Any, content_encoding: str | None = None, limits: Limits | 
         return _codec.peek(body, content_encoding, limits or _DEFAULT_LIMITS)
     except UnicodeDecodeError:
         raise MalformedBody("the body is not readable protobuf: model_id is not UTF-8") from None
+
+
+def _plain(inputs: Mapping[str, tuple[Any, float | None]] | None) -> dict[str, tuple[Any, float | None]]:
+    return {name: (_numpy(array), default) for name, (array, default) in (inputs or {}).items()}
 
 
 def _numpy(array: Any) -> Any:

@@ -78,6 +78,9 @@ class ScannedRequest:
     def target_widths(self) -> npt.NDArray[np.int64]:
         """[D] -1 without target_tokens, 0 for [N], K for [N, K]."""
     @property
+    def written_cells(self) -> npt.NDArray[np.int64]:
+        """[D] cells of target_tokens that ``fill`` writes into zeroed memory; those listed, or those between zeros at either end."""
+    @property
     def has_spans(self) -> npt.NDArray[np.bool_]: ...
     @property
     def fingerprint(self) -> bytes:
@@ -105,11 +108,18 @@ def scan_arrays(
     limits: Limits,
 ) -> ScannedRequest:
     """datums: (tokens, inputs, spans); a span is (of loss_fn_inputs, sampled, sequence_id, offset, length)."""
+
 def fill(
     request: ScannedRequest,
     datum_indices: npt.NDArray[np.int64],
-    tokens: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int32],
+    targets: npt.NDArray[np.int64] | None,
+    inputs: dict[str, tuple[npt.NDArray[np.float32], float | None]],
+    zeroed: bool,
+) -> None: ...
+def clear(
+    request: ScannedRequest,
+    datum_indices: npt.NDArray[np.int64],
     targets: npt.NDArray[np.int64] | None,
     inputs: dict[str, tuple[npt.NDArray[np.float32], float | None]],
 ) -> None: ...

@@ -11,6 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from spindle.compute.adapter import Adapter
+    from spindle.compute.buffers import Buffers
     from spindle.errors import UserError
     from spindle.losses import Loss
 
@@ -44,12 +45,12 @@ class MicroBatch:
     when it is [n, k] (width k). Cells of a row are adjacent and rows are in order, so cells of a run of rows are one run.
     """
 
-    tokens: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64, from 0 in every sequence
+    tokens: torch.Tensor  # [T] int32
     targets: torch.Tensor  # [C] int64
     lengths: np.ndarray  # [S] int64, tokens per sequence
     widths: np.ndarray  # [S] int64, 0 for [N] targets, K for [N, K]
     segments: list[Segment]
+    buffers: Buffers | None = None  # what the host tensors are views of, when they are to be used again
 
 
 @dataclass(slots=True)

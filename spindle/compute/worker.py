@@ -80,6 +80,14 @@ class _Task:
         return SegmentResult(self.segment, host, metrics, None if self.error else grad, self.error)
 
 
+def positions_of(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[T] int64, from 0 in every sequence. Made on the device: they are eight bytes a token to copy."""
+    counts = torch.tensor(lengths)
+    starts, total = counts.cumsum(0) - counts, int(counts.sum())
+    starts, counts = starts.to(device, non_blocking=True), counts.to(device, non_blocking=True)
+    return torch.arange(total, device=device) - torch.repeat_interleave(starts, counts, output_size=total)
+
+
 class DeviceWorker:
     """model: this device's replica. Not for use by two threads at once, but sampling may use the model meanwhile.
 
@@ -99,10 +107,10 @@ class DeviceWorker:
         What a loss finds wrong with its own segment comes back as that result's ``error``; its neighbours are not touched.
         """
         model, device = self.model, self.device
-        tokens, positions, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.positions, batch.targets))
+        tokens, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
         lengths, short = list(batch.lengths), MIN_ROWS - len(tokens)
         if short > 0:  # a row keeps its bits only from MIN_ROWS rows up: add a sequence that nobody asked for
-            tokens, positions = F.pad(tokens, (0, short)), F.pad(positions, (0, short))
+            tokens = F.pad(tokens, (0, short))
             lengths.append(short)
         started = time.perf_counter()
         tasks = [_Task(s, batch, device) for s in batch.segments]
@@ -118,7 +126,7 @@ class DeviceWorker:
             model.checkpoint_activations(len(tokens) * model.activation_bytes > self._budget())
         with torch.set_grad_enabled(backward):
             route = Route(groups, device)
-            hidden = model.hidden(tokens, positions, Packing(lengths), route)
+            hidden = model.hidden(tokens.long(), positions_of(lengths, device), Packing(lengths), route)
         updates = {u.start: u for u in route.updates(model.head.path)}
         asked = Asked.of(batch)
         head_tasks = []

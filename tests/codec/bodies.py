@@ -82,17 +82,25 @@ def read_tokens(datum: wire.Datum) -> np.ndarray:
 
 
 def fill_all(scanned: codec.ScannedRequest, names=(), indices=None, default=None) -> dict[str, np.ndarray]:
-    """All that fill writes for the datums (all of them, in order, by default)."""
-    indices = np.arange(scanned.num_datums) if indices is None else np.asarray(indices)
+    """All that fill writes for the datums (all of them, in order, by default). It writes the same into zeroed memory, which clear makes
+    zero again."""
+    indices = np.arange(scanned.num_datums) if indices is None else np.asarray(indices, np.int64)
     lengths, widths = scanned.lengths[indices], scanned.target_widths[indices]
     cells = int((lengths * np.maximum(widths, 1))[widths >= 0].sum())
     out = {
-        "tokens": np.full(lengths.sum(), -7, np.int64),
-        "positions": np.full(lengths.sum(), -7, np.int64),
+        "tokens": np.full(lengths.sum(), -7, np.int32),
         "targets": np.full(cells, -7, np.int64),
         **{name: np.full(cells, np.nan, np.float32) for name in names},
     }
-    codec.fill(scanned, indices, out["tokens"], out["positions"], out["targets"], {name: (out[name], default) for name in names})
+    codec.fill(scanned, indices, out["tokens"], out["targets"], {name: (out[name], default) for name in names})
+    twin = {name: np.zeros_like(array) for name, array in out.items()}
+    inputs = {name: (twin[name], default) for name in names}
+    codec.fill(scanned, indices, twin["tokens"], twin["targets"], inputs, zeroed=True)
+    for name, array in out.items():
+        assert twin[name].tobytes() == array.tobytes(), name
+    codec.clear(scanned, indices, twin["targets"], inputs)
+    for name in ("targets", *names):
+        assert not any(twin[name].tobytes()), name
     return out
 
 

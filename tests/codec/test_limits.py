@@ -8,6 +8,7 @@ import pytest
 from spindle import codec
 from spindle.codec import wire_pb2 as wire
 from spindle.errors import InvalidRequest, MalformedBody
+from spindle.types import Datum
 from tests.codec.bodies import body, csr, datum, dense, simple, text_datum, zstd
 
 
@@ -64,15 +65,17 @@ def test_inflated_size(declared):
 
 
 def test_vocabulary_unknown_still_refuses_negative_ids():
-    with pytest.raises(InvalidRequest, match="token 0 is -1: token ids are not negative"):
+    with pytest.raises(InvalidRequest, match="token 0 is -1: token ids are 0 to 2147483647"):
         codec.scan(body(text_datum([-1])))
     assert codec.scan(body(text_datum([2**31 - 1]))).num_tokens == 1
+    with pytest.raises(InvalidRequest, match="token 1 is 2147483648: token ids are 0 to 2147483647"):  # in process they may be int64
+        codec.scan_arrays("run:train:0", 1, [Datum(np.array([2**31 - 1, 2**31]), {})], "cross_entropy")
     with pytest.raises(InvalidRequest, match="target_tokens: value 0 is -9223372036854775808"):
         codec.scan(body(text_datum([1], target_tokens=dense([-(2**63)]))))
 
 
 def test_limits_check_themselves():
-    for bad in ({"max_tokens": -1}, {"zstd_window_log_max": 40}, {"vocab_size": 2**31}, {"max_target_width": 2**21}):
+    for bad in ({"max_tokens": -1}, {"zstd_window_log_max": 40}, {"vocab_size": 2**31}, {"max_target_width": 2**21}, {"max_cells": 2**32}):
         with pytest.raises(ValueError, match=next(iter(bad)) if "max_tokens" not in bad else "limits must be 0 to"):
             codec.Limits(**bad)
     with pytest.raises(TypeError):

@@ -43,7 +43,7 @@ def random_item(rng: np.random.Generator, n: int, k: int = 0, vocab: int = 2048,
 
 def pack(requests: list[Request]) -> MicroBatch:
     """All requests in one micro-batch, a segment each."""
-    tokens, positions, targets, lengths, widths, segments = [], [], [], [], [], []
+    tokens, targets, lengths, widths, segments = [], [], [], [], []
     rows = cells = seqs = 0
     for r in requests:
         loss = losses.get(r.loss_fn, r.config)
@@ -70,12 +70,11 @@ def pack(requests: list[Request]) -> MicroBatch:
         rows, cells, seqs = rows + n, cells + c, seqs + len(r.items)
         for i in r.items:
             tokens.append(i.tokens)
-            positions.append(np.arange(len(i.tokens)))
             targets.append(i.targets.reshape(-1))
             lengths.append(len(i.tokens))
             widths.append(i.targets.shape[1] if i.targets.ndim == 2 else 0)
-    cat = lambda xs: torch.from_numpy(np.concatenate(xs).astype(np.int64))  # noqa: E731
-    return MicroBatch(cat(tokens), cat(positions), cat(targets), np.array(lengths), np.array(widths), segments)
+    cat = lambda xs, dtype: torch.from_numpy(np.concatenate(xs).astype(dtype))  # noqa: E731
+    return MicroBatch(cat(tokens, np.int32), cat(targets, np.int64), np.array(lengths), np.array(widths), segments)
 
 
 def random_adapter(base: BaseModel, lora: LoraConfig, seed: int = 0) -> Adapter:
