@@ -20,7 +20,7 @@ import torch
 
 from spindle.errors import InvalidRequest
 from spindle.losses.base import Loss
-from spindle.losses.graph import NODE_WORK, Graph
+from spindle.losses.graph import Graph
 
 __all__ = ["CustomLimits", "CustomLosses", "create_custom", "find_custom"]
 
@@ -58,7 +58,8 @@ class CustomLosses:
             if len(own) > limits.max_losses_per_owner:
                 self._drop(next(iter(own)))
             if len(self._owner_of) > limits.max_losses:
-                self._drop(next(iter(max(self._owners.values(), key=len))))
+                most = max(self._owners.values(), key=lambda losses: len(losses))
+                self._drop(next(iter(most)))
 
     def find(self, loss_id: Any) -> Loss:
         """Raises InvalidRequest when there is no such loss."""
@@ -181,9 +182,9 @@ def _loss(name: str, graph: Graph, ranks: Mapping[str, int], max_work: int) -> L
 
     def check_work(lengths: np.ndarray, target_widths: np.ndarray, input_widths: Mapping[str, np.ndarray]) -> None:
         check_rank(np.maximum(target_widths, 0))
-        per_node = len(lengths) * (len(graph.nodes) - 1) * NODE_WORK  # all but the output
-        if per_node > max_work:
-            raise InvalidRequest(_too_much(name, per_node, max_work, f"{len(graph.nodes)} nodes on each of {len(lengths)} datums"))
+        overhead = len(lengths) * graph.overhead
+        if overhead > max_work:
+            raise InvalidRequest(_too_much(name, overhead, max_work, f"{len(graph.nodes)} nodes on each of {len(lengths)} datums"))
         columns = np.stack([target_widths, *(input_widths[n] for n in ranks if n != "logprobs")], axis=1)
         total, largest = 0, (0, 0)
         for (n, *widths), count in Counter(map(tuple, np.column_stack([lengths, columns]).tolist())).items():

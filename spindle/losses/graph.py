@@ -22,7 +22,8 @@ MAX_NODES = 512
 MAX_ELEMENTS = 1 << 24  # of one result; all results of a graph together may have 16 times as many
 MAX_DEPTH = 8  # of nested arguments
 MAX_DIFFERENCES = 16  # of torch.diff, which makes them one after the other
-NODE_WORK = 1 << 12  # element-operations that calling a node costs beside its elements
+NODE_WORK = 1 << 12  # element-operations that calling a node costs beside its elements,
+ARGUMENT_WORK = 1 << 6  # and each argument of it
 
 
 def _words(text: str) -> list[str]:
@@ -124,6 +125,8 @@ class Graph:
             raise InvalidRequest(f"graph: its placeholders are {placeholders}, its inputs {list(inputs)}; they must be the same, in order")
         self.nodes = nodes
         self.inputs = list(inputs)
+        arguments = sum(_leaves([node.get("args", []), node.get("kwargs", {})]) for node in nodes)
+        self.overhead = (len(nodes) - 1) * NODE_WORK + arguments * ARGUMENT_WORK  # element-operations of a run, whatever the shapes
         self._work: dict[tuple, int] = {}
 
     def work(self, shapes: Sequence[tuple[int, ...]]) -> int:
@@ -150,7 +153,7 @@ class Graph:
 
     def _execute(self, values: Mapping[str, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
         results: dict[str, Any] = {}
-        elements = work = 0
+        elements, work = 0, self.overhead
         for node in self.nodes:
             op, name, target = node["op"], node["name"], node["target"]
             try:
@@ -180,7 +183,7 @@ class Graph:
             elements += size
             if size > MAX_ELEMENTS or elements > 16 * MAX_ELEMENTS:
                 raise InvalidRequest(f"custom loss: node {name!r} ({target}) makes {size} elements; at most {MAX_ELEMENTS} are allowed")
-            work += NODE_WORK + _work_of(target.rpartition(".")[2], args, kwargs, out, size)
+            work += _work_of(target.rpartition(".")[2], args, kwargs, out, size)
             results[name] = out
         raise InvalidRequest("graph: no output")
 
@@ -191,6 +194,12 @@ def _size(out: Any) -> int:
     if isinstance(out, Mapping):
         return _size(list(out.values()))
     return sum(map(_size, out)) if isinstance(out, tuple | list) else 1
+
+
+def _leaves(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(map(_leaves, value.values()))
+    return sum(map(_leaves, value)) if isinstance(value, list) else 1
 
 
 def _work_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, size: int) -> int:

@@ -16,7 +16,7 @@ from spindle.compute.worker import DeviceWorker
 from spindle.errors import InvalidRequest
 from spindle.losses.base import Loss
 from spindle.losses.custom import CustomLimits, CustomLosses
-from spindle.losses.graph import MAX_ELEMENTS, NODE_WORK, Graph
+from spindle.losses.graph import ARGUMENT_WORK, MAX_ELEMENTS, NODE_WORK, Graph
 from spindle.types import LoraConfig
 from tests.compute.helpers import Item, Request, pack, random_adapter, random_item
 from tests.tiny import tiny_llama
@@ -261,12 +261,12 @@ def graph_of(*nodes):
 def test_work_is_known_from_shapes():
     sum_ = node("call_method", "x", "sum", {"ref": "y"})
     one = graph_of(node("call_method", "y", "exp", {"ref": "logprobs"}), sum_).work([(100,)])
-    assert one == 3 * NODE_WORK + 100 + 200 + 101  # the placeholder, exp, sum
+    assert one == 3 * NODE_WORK + 3 * ARGUMENT_WORK + 100 + 200 + 101  # the placeholder, exp, sum
     outer = [node("call_method", f"u{i}", "unsqueeze", {"ref": "logprobs"}, i) for i in (0, 1)]
     product = graph_of(*outer, node("call_function", "y", "torch.matmul", {"ref": "u1"}, {"ref": "u0"}), sum_).work([(100,)])
-    assert product == 5 * NODE_WORK + 100 + 2 * 201 + 100 * 100 * 1 + 10001
+    assert product == 5 * NODE_WORK + 8 * ARGUMENT_WORK + 100 + 2 * 201 + 100 * 100 * 1 + 10001
     ordered = graph_of(node("call_method", "y", "argsort", {"ref": "logprobs"}), sum_).work([(1000,)])
-    assert ordered == 3 * NODE_WORK + 1000 + (1000 + 10 * 1000) + 1001  # a logarithm more
+    assert ordered == 3 * NODE_WORK + 3 * ARGUMENT_WORK + 1000 + (1000 + 10 * 1000) + 1001  # a logarithm more
 
 
 @pytest.mark.parametrize(
@@ -344,17 +344,17 @@ def test_a_request_past_the_work_budget_fails_before_it_runs(engine):
 
     adapter, other = engine.create_adapter(rank=4, seed=1), engine.create_adapter(rank=4, seed=2)
     before = adapter.forward([datum(8)]).result(60)
-    limits = CustomLimits(max_work=99_000)
-    loss_id = create(pairs, limits, logprobs=1)
-    assert np.isfinite(adapter.forward_backward([datum(8)], "custom", {"loss_id": loss_id}).result(60).loss)
     graph = Graph(encode_graph(trace_loss(pairs, {"logprobs": 1}, "s")).model_dump()["nodes"], ["logprobs"])
+    most = 4 * graph.overhead + 100
+    loss_id = create(pairs, CustomLimits(max_work=most), logprobs=1)
+    assert np.isfinite(adapter.forward_backward([datum(8)], "custom", {"loss_id": loss_id}).result(60).loss)
     work = {n: graph.work([(n,)]) for n in (8, 200)}
-    assert work[8] * 3 < 99_000 < work[8] * 4
+    assert work[8] * 3 < most < work[8] * 4
     beside = other.forward_backward([datum(8)])
     for data, text in (
         ([datum(8), datum(200)], f"needs {work[8] + work[200]} element-operations or more ({work[200]} of them for a datum of 200 tokens)"),
         ([datum(8)] * 4, f"needs {work[8] * 4} element-operations"),
-        ([datum(2)] * 9, f"({len(graph.nodes)} nodes on each of 9 datums); at most 99000 are allowed: send fewer or shorter datums"),
+        ([datum(2)] * 9, f"({len(graph.nodes)} nodes on each of 9 datums); at most {most} are allowed: send fewer or shorter datums"),
     ):
         with pytest.raises(InvalidRequest) as caught:
             adapter.forward_backward(data, "custom", {"loss_id": loss_id}).result(60)
@@ -394,3 +394,8 @@ def test_the_table_of_losses_is_fair():
     for bad in (None, 3, 1.5, ("mine",)):
         with pytest.raises(InvalidRequest, match="is not known"):
             table.find(bad)
+
+
+def test_long_arguments_cost():
+    short, long = (graph_of(node("call_function", "x", "torch.tensor", [0.5] * n)) for n in (1, 10_000))
+    assert long.overhead - short.overhead == 9_999 * ARGUMENT_WORK
