@@ -65,9 +65,13 @@ class AdapterHandle:
         """One optimizer step on what has accumulated; the gradient is zero afterwards."""
         return self._operation(OptimStep(params or AdamParams()))
 
-    def save(self, path: str | Path, with_optimizer: bool = True, replace: bool = False) -> Future[Path]:
-        """Write a checkpoint directory in PEFT layout, whole or not at all. An existing one is refused unless ``replace``."""
-        return self._operation(SaveState(Path(path), with_optimizer, replace))
+    def save(self, path: str | Path, with_optimizer: bool = True, replace: bool = False, merged: bool = False) -> Future[Path]:
+        """Write a checkpoint directory in PEFT layout, whole or not at all. An existing one is refused unless ``replace``.
+
+        merged: a transformers directory of the whole model instead, the adapter merged into its weights.
+        """
+        base = (self.engine.model, self.engine.tokenizer) if merged else None
+        return self._operation(SaveState(Path(path), with_optimizer, replace, merge_into=base))
 
     def load(self, path: str | Path, with_optimizer: bool = False) -> Future[Path]:
         """Take the weights (and the optimizer state, when asked) of a checkpoint with the same shape."""

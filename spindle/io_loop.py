@@ -12,6 +12,7 @@ from spindle.operations import LoadState, SaveState
 from spindle.residency import AdapterPool, Resident
 from spindle.scheduler import Item, Scheduler
 from spindle.store import checkpoint
+from spindle.store.merged import check_mergeable, save_merged
 from spindle.threads import join_all
 
 logger = logging.getLogger("spindle")
@@ -47,12 +48,18 @@ class IoLoop:
                 item.future.settle(value)
 
     def _save(self, item: Item, resident: Resident, operation: SaveState) -> Path:
+        if operation.merge_into:
+            check_mergeable(operation.merge_into[0])
         with self.pool.using(resident) as adapter:
             params = adapter.params.detach().to("cpu", copy=True)
             optimizer = None
-            if operation.with_optimizer:
+            if operation.with_optimizer and not operation.merge_into:
                 optimizer = (adapter.exp_avg.to("cpu", copy=True), adapter.exp_avg_sq.to("cpu", copy=True), adapter.step)
         self.scheduler.release_adapter(item)  # the copy is taken: training goes on while the file is written
+        if operation.merge_into:
+            base, tokenizer = operation.merge_into
+            save_merged(operation.path, base, adapter.layout, params, tokenizer, operation.replace)
+            return operation.path
         checkpoint.save_adapter(operation.path, adapter.layout, params, self.base_model, optimizer, operation.metadata, operation.replace)
         return operation.path
 

@@ -27,6 +27,8 @@ class SaveState:
     with_optimizer: bool = True
     replace: bool = False  # an existing checkpoint of that path; refused otherwise
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    merge_into: tuple[Any, Any] | None = field(default=None, repr=False)
+    """(BaseModel, its tokenizer or None): write a transformers directory of that model with the adapter merged into its weights instead."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ import functools
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from spindle.errors import InvalidRequest, MalformedBody
+from spindle.errors import InvalidRequest, MalformedBody, Overloaded
 
-__all__ = ["Strict", "decode", "read_body"]
+__all__ = ["Receiving", "Reservation", "Strict", "decode", "numbers", "read_body"]
 
 T = TypeVar("T")
+SLICE_BYTES = 64 << 10  # of a JSON array, decoded at once
 DRAIN_FACTOR = 4  # an over-long body is read on (and thrown away) to this many times the limit, so that its sender sees the answer
 
 
@@ -21,10 +23,50 @@ class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A request that changes something: a field we do not know is an error, never ignored."""
 
 
-async def read_body(request: Request, limit: int, idle_timeout_s: float) -> bytes:
-    """The whole body. Raises MalformedBody past ``limit`` bytes, or when nothing arrives for ``idle_timeout_s``."""
+class Receiving:
+    """The bytes of all bodies that are being received or decoded now: at most ``limit``, though one body alone may always come.
+
+    Bodies up to ``small`` bytes are counted but never refused, so that heartbeats and polls get through beside many uploads.
+    """
+
+    def __init__(self, limit: int, small: int) -> None:
+        self.limit = limit
+        self.small = small
+        self.nbytes = 0
+
+
+class Reservation:
+    """One body's share of ``Receiving``; give it back with ``release``."""
+
+    def __init__(self, receiving: Receiving) -> None:
+        self._receiving = receiving
+        self._nbytes = 0
+
+    def grow(self, nbytes: int) -> None:
+        """The body has (or will have) at least ``nbytes`` in all. Raises Overloaded when there is no room for them."""
+        more, others = nbytes - self._nbytes, self._receiving.nbytes - self._nbytes
+        if more <= 0:
+            return
+        if nbytes > self._receiving.small and others and others + nbytes > self._receiving.limit:
+            raise Overloaded(
+                f"{others} bytes of other requests are being received and this one has {nbytes}; at most {self._receiving.limit} may be "
+                "at the same time; try again later"
+            )
+        self._nbytes = nbytes
+        self._receiving.nbytes += more
+
+    def release(self) -> None:
+        self._receiving.nbytes -= self._nbytes
+        self._nbytes = 0
+
+
+async def read_body(request: Request, limit: int, idle_timeout_s: float, room: Reservation) -> bytes:
+    """The whole body. Raises MalformedBody past ``limit`` bytes, or when nothing arrives for ``idle_timeout_s``; Overloaded, before
+    anything is read when the length is declared, when ``room`` has none for it."""
     declared = request.headers.get("content-length", "")
     too_long = declared.isdigit() and int(declared) > limit
+    if declared.isdigit() and not too_long:
+        room.grow(int(declared))
     parts: list[bytes] = []
     size = 0
     stream = request.stream()
@@ -41,6 +83,7 @@ async def read_body(request: Request, limit: int, idle_timeout_s: float) -> byte
                 if size > DRAIN_FACTOR * limit:
                     break
             elif part:
+                room.grow(size)
                 parts.append(part)
     except TimeoutError:
         raise MalformedBody(f"the body stopped arriving after {size} bytes: nothing came for {idle_timeout_s:g} s") from None
@@ -66,6 +109,30 @@ def decode(kind: type[T], body: bytes) -> T:
         raise MalformedBody(f"the body is not JSON: {error}") from None
 
 
-def as_json_object(body: bytes) -> dict[str, Any]:
-    value = decode(dict, body)
-    return value
+def numbers(array: msgspec.Raw, name: str, dtype: type) -> np.ndarray:
+    """[n] of ``dtype`` from a JSON array of numbers; ``int`` allows no fractions.
+
+    A slice at a time: a decoder keeps the interpreter to itself, so one call over a long array would hold up every other thread, and its
+    list would be many times as large. Raises InvalidRequest naming ``name``; OverflowError when a number does not fit.
+    """
+    kind: Any = list[int] if dtype is int else list[int | float]
+    text = memoryview(array)
+    parts: list[np.ndarray] = []
+    start = 0
+    try:
+        while len(text) - start > SLICE_BYTES:
+            piece = bytes(text[start : start + SLICE_BYTES])
+            comma = piece.rfind(b",")
+            if comma < 0:  # no number is that long
+                raise msgspec.DecodeError
+            parts.append(np.array(_decoder(kind).decode((b"[" if start else b"") + piece[:comma] + b"]"), dtype))
+            start += comma + 1
+        parts.append(np.array(_decoder(kind).decode((b"[" if start else b"") + bytes(text[start:])), dtype))
+    except msgspec.MsgspecError:  # not a flat array of such numbers: the whole of it says where
+        try:
+            return np.array(_decoder(kind).decode(array), dtype)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"{name}: {error}") from None
+        except msgspec.DecodeError as error:
+            raise MalformedBody(f"the body is not JSON: {error}") from None
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

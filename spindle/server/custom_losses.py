@@ -12,7 +12,7 @@ from spindle import losses
 from spindle.errors import InvalidRequest
 from spindle.future import Future
 from spindle.server.answers import encode_json
-from spindle.server.bodies import Strict, decode
+from spindle.server.bodies import Strict
 from spindle.server.futures import Answer, acknowledge
 from spindle.server.routing import Call, Routes
 
@@ -32,7 +32,7 @@ class CreateCustomLoss(Strict):
 async def create(call: Call) -> Response:
     """Answers at once; a loss that is not allowed is a failed future, as everything else about it is."""
     body = await call.body()
-    request = decode(CreateCustomLoss, body)
+    request = await call.decode(CreateCustomLoss, body)
     server = call.server
     session = server.session(request.session_id, call.owner)
     if request.custom_loss_seq_id < 0:

@@ -1,4 +1,8 @@
-"""save_weights_external: an export that other programs load, in PEFT's layout, encrypted when recipients are given."""
+"""save_weights_external: an export that other programs load, in PEFT's layout or merged with the base model as a transformers
+directory, encrypted when recipients are given.
+
+The SDK's request has no field for the form: ``ServerSettings.external_format`` says which one it gets, ``format`` lets others choose.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from spindle.server.futures import Answer, acknowledge
 from spindle.server.live import LiveModel
 from spindle.server.ordered import submit_in_order
 from spindle.server.routing import Call, Routes
+from spindle.server.settings import EXTERNAL_FORMATS
 from spindle.server.weights import Saving
 from spindle.store.catalogue import checkpoint_row
 from spindle.store.files import TEMPORARY_PREFIX, new_directory
@@ -32,6 +37,7 @@ class SaveExternal(Strict):
     seq_id: int | None = None
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None
+    format: str | None = None
     type: str = ""
 
 
@@ -48,8 +54,13 @@ class ExternalSaving(Saving):
         super().__init__(call, "external_weights", with_optimizer=False)
 
     def operation(self, model: LiveModel, request: SaveExternal) -> SaveState:
+        form = request.format or self.server.settings.external_format
+        if form not in EXTERNAL_FORMATS:
+            raise InvalidRequest(f"format is {form[:100]!r}, allowed: {', '.join(EXTERNAL_FORMATS)}")
         self.recipients = age_recipients(request.age_encryption_recipients or [])
-        save = super().operation(model, request)
+        engine = self.server.engine
+        base = (engine.model, engine.tokenizer) if form == "merged" else None
+        save = dataclasses.replace(super().operation(model, request), merge_into=base)
         if not self.recipients:
             return save
         self.plain = self.files.parent / f"{TEMPORARY_PREFIX}{self.files.name}"

@@ -28,9 +28,11 @@ async def live(call: Call) -> Any:
     server = call.server
     rows, total = server.catalogue.checkpoints(call.owner, SHOWN_CHECKPOINTS, 0)
     models = [model for model in server.models.values() if model.owner == call.owner]
+    engine = dict(server.engine.stats())
+    clients = {name: one for name, one in engine["queue"]["clients"].items() if name == call.owner}
     return {
         "name": server.name,
-        "engine": dict(server.engine.stats()),
+        "engine": engine | {"queue": engine["queue"] | {"clients": clients}},
         "server": server.stats(),
         "memory_bytes": resident_bytes(),
         "models": [

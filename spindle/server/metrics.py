@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -10,6 +12,9 @@ from spindle.server.live_view import resident_bytes
 from spindle.server.routing import Call, Routes
 
 routes = Routes()
+
+LABELLED = {"clients": "client"}  # dicts keyed by what users chose: their keys are values of this label, never part of a name
+MAX_LABELS = 100  # of each; the rest is counted
 
 
 @routes.get("/metrics", prefix="")
@@ -21,14 +26,27 @@ async def metrics(call: Call) -> Any:
     accepted = call.request.headers.get("accept", "")
     if "text/plain" not in accepted and "openmetrics" not in accepted:
         return counted
-    lines = [f"spindle_{name} {value}" for name, value in numbers(counted)]
-    return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+    lines = [f"{name}{labels} {value}" for name, labels, value in numbers(counted, "spindle")]
+    return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def numbers(value: Any, name: str = "") -> list[tuple[str, float]]:
-    """Every number of a nested dict under its path, those of a list labelled by their index."""
-    if isinstance(value, dict):
-        return [item for key, inner in value.items() for item in numbers(inner, f"{name}_{key}".strip("_"))]
-    if isinstance(value, list | tuple):
-        return [(f'{name}{{index="{index}"}}', float(item)) for index, item in enumerate(value) if isinstance(item, int | float)]
-    return [(name, float(value))] if isinstance(value, int | float) else []
+def numbers(value: Any, name: str, labels: str = "") -> Iterator[tuple[str, str, float]]:
+    """Every number of a nested dict: the name that its path gives, its labels, itself. Those of a list are labelled by their index."""
+    if isinstance(value, int | float):
+        yield name, f"{{{labels}}}" if labels else "", float(value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key in LABELLED and isinstance(inner, Mapping):
+                for which, one in itertools.islice(inner.items(), MAX_LABELS):
+                    yield from numbers(one, f"{name}_{key}", _joined(labels, LABELLED[key], which))
+                yield f"{name}_{key}_not_listed", "", float(max(0, len(inner) - MAX_LABELS))
+            else:
+                yield from numbers(inner, f"{name}_{key}", labels)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from numbers(inner, name, _joined(labels, "index", str(index)))
+
+
+def _joined(labels: str, label: str, value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'{labels}{"," if labels else ""}{label}="{escaped}"'

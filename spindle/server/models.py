@@ -11,7 +11,7 @@ import msgspec
 from spindle.errors import InvalidRequest
 from spindle.future import Future
 from spindle.server.answers import encode_json
-from spindle.server.bodies import Strict, decode
+from spindle.server.bodies import Strict
 from spindle.server.futures import Answer, acknowledge
 from spindle.server.live import LiveSession
 from spindle.server.routing import Call, Routes
@@ -48,7 +48,7 @@ class ModelRequest(msgspec.Struct):
 @routes.post("/create_model")
 async def create(call: Call) -> Any:
     body = await call.body()
-    request = decode(CreateModel, body)
+    request = await call.decode(CreateModel, body)
     session = call.server.session(request.session_id, call.owner)
     base_model = call.server.base_model(request.base_model)
     optimizer = optimizer_type(request.optimizer_config)
@@ -127,6 +127,9 @@ async def _make(
         handle = await server.loop.run_in_executor(
             server.io, lambda: make(model_id=model_id, client=session.owner, session=session.session_id)
         )
+        if future.cancelled():  # the client was told that it is: nothing may be left
+            server.engine.unload(model_id)
+            return
         if session.session_id not in server.sessions:
             server.engine.unload(model_id)
             raise InvalidRequest(f"session {session.session_id} ended while its model was made")

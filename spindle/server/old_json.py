@@ -10,7 +10,7 @@ import numpy as np
 
 from spindle import codec
 from spindle.errors import InvalidRequest
-from spindle.server.bodies import Strict, decode
+from spindle.server.bodies import Strict, decode, numbers
 from spindle.server.ordered import Address, checked_seq_id
 from spindle.types import Datum, TensorData
 
@@ -20,7 +20,7 @@ __all__ = ["JsonTensor", "Prompt", "training_body"]
 class Chunk(msgspec.Struct):
     """``tokens`` of an encoded_text chunk; other types are refused by whoever reads the prompt."""
 
-    tokens: list[int] = []
+    tokens: msgspec.Raw = msgspec.Raw(b"[]")
     type: str = "encoded_text"
 
 
@@ -33,19 +33,23 @@ class Prompt(msgspec.Struct):
             if chunk.type != "encoded_text":
                 raise InvalidRequest(f"chunk {index} is of type {chunk.type[:100]!r}, which is not supported: only encoded_text is")
         try:
-            return np.array([token for chunk in self.chunks for token in chunk.tokens], dtype=np.int64)
+            parts = [numbers(chunk.tokens, f"tokens of chunk {index}", int) for index, chunk in enumerate(self.chunks)]
         except OverflowError:
             raise InvalidRequest("a token id does not fit 64 bits") from None
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+NULL = msgspec.Raw(b"null")
 
 
 class JsonTensor(Strict):
     """A tensor in JSON: flat data, and CSR indices when it is sparse."""
 
-    data: list[int | float]
+    data: msgspec.Raw
     dtype: str
     shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    sparse_crow_indices: msgspec.Raw = NULL
+    sparse_col_indices: msgspec.Raw = NULL
 
     def value(self, name: str) -> TensorData:
         if self.dtype not in ("float32", "int64"):
@@ -54,20 +58,22 @@ class JsonTensor(Strict):
             raise InvalidRequest(f"{name}: shape is {self.shape[:8]}, allowed: one or two sizes, 0 or more and under 2**31")
         try:
             with np.errstate(over="ignore"):  # what does not fit float32 becomes inf, which is refused where it is read
-                data = np.array(self.data, dtype=self.dtype)
-        except (OverflowError, ValueError, TypeError):
+                data = numbers(self.data, f"{name}.data", int if self.dtype == "int64" else np.float32)
+        except OverflowError:
             raise InvalidRequest(f"{name}: a value does not fit {self.dtype}") from None
-        if self.dtype == "int64" and any(isinstance(value, float) for value in self.data):
-            raise InvalidRequest(f"{name}: dtype is int64 but the data holds fractions")
-        if self.sparse_crow_indices is None and self.sparse_col_indices is None:
+        dense = [bytes(indices) == b"null" for indices in (self.sparse_crow_indices, self.sparse_col_indices)]
+        if all(dense):
             shape = self.shape or [data.size]
             if math.prod(shape) != data.size:
                 raise InvalidRequest(f"{name}: {data.size} values do not fill the shape {shape}")
             return TensorData(data.reshape(shape))
-        if self.sparse_crow_indices is None or self.sparse_col_indices is None or self.shape is None:
+        if any(dense) or self.shape is None:
             raise InvalidRequest(f"{name}: a sparse tensor needs shape, sparse_crow_indices and sparse_col_indices")
         try:
-            crow, col = np.array(self.sparse_crow_indices, np.int64), np.array(self.sparse_col_indices, np.int64)
+            crow, col = (
+                numbers(self.sparse_crow_indices, f"{name}.sparse_crow_indices", int),
+                numbers(self.sparse_col_indices, f"{name}.sparse_col_indices", int),
+            )
         except OverflowError:
             raise InvalidRequest(f"{name}: an index does not fit 64 bits") from None
         return TensorData(data, tuple(self.shape), crow, col)

@@ -49,18 +49,17 @@ async def submit_in_order(
     """Decode, queue, register. ``slow_answer``: making the answer touches the disk, so it is done by the server's own threads."""
     server = call.server
     body = await call.body() if body is None else body
-    address = decode(Address, body)
-    seq_id = checked_seq_id(address.seq_id)
-    model = server.model(address.model_id, call.owner)
+    model_id, seq_id, digest, request = await call.off_loop(len(body), _read, kind, body)  # from here on without a pause: repeats may come
+    model = server.model(model_id, call.owner)
     request_id = f"{model.model_id}:{seq_id}"
-    digest = hashlib.blake2b(body, digest_size=16).digest()
     entry = server.futures.repeat(request_id, call.owner, digest)
     if entry is not None:
         return entry
     server.futures.check_room()
     future: Future[Any]
     try:
-        request = decode(kind, body)
+        if isinstance(request, UserError):
+            raise request
         future = server.engine.submit_operation(model.model_id, seq_id, operation(model, request), fingerprint=digest)
     except Conflict:
         raise
@@ -75,6 +74,17 @@ async def submit_in_order(
         future = future.then(finish, server.io)
         return server.futures.add(request_id, call.owner, model.model_id, future, _same, digest, name, on_settled, model_id=model.model_id)
     return server.futures.add(request_id, call.owner, model.model_id, future, finish, digest, name, on_settled, model_id=model.model_id)
+
+
+def _read(kind: type[T], body: bytes) -> tuple[str, int, bytes, T | UserError]:
+    """model_id, seq_id, digest of the body, and the request or what is wrong with it. Raises when it names no model and seq_id."""
+    address = decode(Address, body)
+    seq_id = checked_seq_id(address.seq_id)
+    digest = hashlib.blake2b(body, digest_size=16).digest()
+    try:
+        return address.model_id, seq_id, digest, decode(kind, body)
+    except UserError as error:
+        return address.model_id, seq_id, digest, error
 
 
 def _same(answer: Answer) -> Answer:

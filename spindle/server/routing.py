@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from spindle.errors import InvalidRequest
 from spindle.server.answers import error_response, json_response
-from spindle.server.bodies import decode, read_body
+from spindle.server.bodies import Reservation, decode, read_body
 
 if TYPE_CHECKING:
     from spindle.server.state import Server
@@ -35,13 +35,26 @@ class Call:
     server: Server
     request: Request
     owner: str
+    room: Reservation  # for the body, until the call is answered
 
     async def body(self, limit: int | None = None) -> bytes:
+        """The whole body; ``limit``: bytes it may have, by default what a request without tensors needs."""
         settings = self.server.settings
-        return await read_body(self.request, limit or settings.max_json_bytes, settings.body_idle_timeout_s)
+        limit = limit or min(settings.max_plain_json_bytes, settings.max_json_bytes)
+        return await read_body(self.request, limit, settings.body_idle_timeout_s, self.room)
 
     async def json(self, kind: type[T]) -> T:
-        return decode(kind, await self.body())
+        return await self.decode(kind, await self.body())
+
+    async def decode(self, kind: type[T], body: bytes) -> T:
+        """``decode``, in a thread when the body is not small."""
+        return await self.off_loop(len(body), decode, kind, body)
+
+    async def off_loop(self, nbytes: int, function: Callable[..., R], *args: Any) -> R:
+        """``function(*args)``, whose work grows with ``nbytes``: here when they are few, else in a thread."""
+        if nbytes < self.server.settings.inline_scan_bytes:
+            return function(*args)
+        return await asyncio.get_running_loop().run_in_executor(self.server.scanners, function, *args)
 
     def path(self, name: str) -> str:
         return self.request.path_params[name]
@@ -81,7 +94,11 @@ class Routes(list[Route]):
                                 {"error": "X-API-Key is missing or not one of this server's keys", "category": "user"}, 401
                             )
                         owner = ""
-                    answer = await handler(Call(server, request, owner))
+                    call = Call(server, request, owner, Reservation(server.receiving))
+                    try:
+                        answer = await handler(call)
+                    finally:
+                        call.room.release()
                     return answer if isinstance(answer, Response) else json_response(answer)
                 except Exception as error:
                     return error_response(error)

@@ -6,6 +6,7 @@ import hashlib
 import uuid
 from typing import Any
 
+import numpy as np
 from starlette.responses import Response
 
 from spindle import codec
@@ -16,7 +17,7 @@ from spindle.server.live import LiveSampler, usable
 from spindle.server.old_json import JsonTensor, Prompt
 from spindle.server.routing import Call, Routes
 from spindle.store.catalogue import SamplerRow
-from spindle.types import SampleOutput, SamplingParams
+from spindle.types import SampleOutput, SamplingParams, TensorData
 
 routes = Routes()
 
@@ -112,9 +113,9 @@ class Sample(Strict):
 
 @routes.post("/asample")
 async def asample(call: Call) -> Response:
-    body = await call.body()
-    request = decode(Sample, body)
     server = call.server
+    body = await call.body(server.settings.max_json_bytes)
+    request, digest, prompt, target = await call.off_loop(len(body), _read_sample, body)
     sampler: LiveSampler | None = None
     if request.sampling_session_id is not None:
         if request.seq_id is None or not 0 <= request.seq_id < 1 << 63:
@@ -127,22 +128,20 @@ async def asample(call: Call) -> Response:
         await _base_model(call, request.base_model, request.model_path)
         request_id = f"sample-{uuid.uuid4()}"
         snapshot = (await server.weights_of(request.model_path, call.owner)).snapshot
-    digest = hashlib.blake2b(body, digest_size=16).digest()
     entry = server.futures.repeat(request_id, call.owner, digest)
     if entry is not None:
         return acknowledge(entry)
     sequence_ids = [f"{request_id}:{index}" for index in range(min(max(request.num_samples, 0), 1 << 16))]
-    target = request.target_prompt_logprobs
     future = server.engine.sample(
         snapshot,
-        request.prompt.tokens(),
+        prompt,
         SamplingParams(**{name: getattr(request.sampling_params, name) for name in Params.__struct_fields__}),
         request.num_samples,
         prompt_logprobs=bool(request.prompt_logprobs),
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         topk_prompt_logprobs=request.topk_prompt_logprobs,
         topk_sample_logprobs=request.topk_sample_logprobs,
-        target_prompt_logprobs=None if target is None else target.value("target_prompt_logprobs"),
+        target_prompt_logprobs=target,
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         record_stability_info=bool(request.record_stability_info),
         sequence_ids=sequence_ids,
@@ -154,6 +153,18 @@ async def asample(call: Call) -> Response:
         request_id, call.owner, scope, future, _sample_answer, digest, "sample", settled, sample_sequence_ids=sequence_ids
     )
     return acknowledge(entry)
+
+
+def _read_sample(body: bytes) -> tuple[Sample, bytes, np.ndarray, TensorData | None]:
+    """The request, the digest of its body, its prompt [n] int64 and what it asks of the prompt's targets."""
+    request = decode(Sample, body)
+    target = request.target_prompt_logprobs
+    return (
+        request,
+        hashlib.blake2b(body, digest_size=16).digest(),
+        request.prompt.tokens(),
+        None if target is None else target.value("target_prompt_logprobs"),
+    )
 
 
 def _announce(call: Call, sampler: LiveSampler, seq_id: int) -> Any:

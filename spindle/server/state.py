@@ -14,6 +14,7 @@ from typing import Any
 
 from spindle.errors import InvalidRequest, NotFound
 from spindle.server.answers import log
+from spindle.server.bodies import Receiving
 from spindle.server.futures import Entry, Gone, Registry
 from spindle.server.keys import Keys
 from spindle.server.live import LiveModel, LiveSampler, LiveSession, Published, Weights
@@ -46,6 +47,7 @@ class Server:
         self.models: dict[str, LiveModel] = {}
         self.samplers: dict[str, LiveSampler] = {}
         self.published = Published(settings.max_snapshot_bytes)
+        self.receiving = Receiving(settings.max_receiving_bytes, settings.inline_scan_bytes)
         self.signing_key = secrets.token_bytes(32)
         self.io = ThreadPoolExecutor(settings.io_threads, thread_name_prefix="spindle-store")
         self.scanners = ThreadPoolExecutor(settings.scan_threads, thread_name_prefix="spindle-scan")
@@ -251,4 +253,5 @@ class Server:
             "pending_requests": self.futures.pending,
             "kept_answer_bytes": self.futures.kept_bytes,
             "published_bytes": self.published.nbytes,
+            "receiving_bytes": self.receiving.nbytes,
         }

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from spindle.errors import InvalidRequest, NotFound
 from spindle.operations import LoadState, Publish, SaveState
 from spindle.server.answers import encode_json
-from spindle.server.bodies import Strict, decode
+from spindle.server.bodies import Strict
 from spindle.server.futures import Answer, acknowledge
 from spindle.server.live import LiveModel, Weights
 from spindle.server.models import ADAMW, begin_model, optimizer_type
@@ -84,7 +84,7 @@ class SaveForSampler(Strict):
 async def save_for_sampler(call: Call) -> Response:
     """Named: files on disk. Without a name: a copy in memory and a sampling session on it, gone with its session."""
     body = await call.body()
-    if decode(Unnamed, body).path is not None:
+    if (await call.decode(Unnamed, body)).path is not None:
         saving = Saving(call, "sampler_weights", with_optimizer=False)
         return acknowledge(
             await submit_in_order(call, SaveForSampler, saving.operation, saving.answer, "save_weights_for_sampler", body, slow_answer=True)
@@ -150,8 +150,8 @@ class Load(Strict):
 @routes.post("/load_weights")
 async def load(call: Call) -> Response:
     body = await call.body()
-    if decode(Sessioned, body).session_id is not None:
-        return create_from_checkpoint(call, decode(Load, body), body)
+    if (await call.decode(Sessioned, body)).session_id is not None:
+        return create_from_checkpoint(call, await call.decode(Load, body), body)
 
     def operation(model: LiveModel, request: Load) -> LoadState:
         row = training_checkpoint(call, request)
@@ -217,12 +217,16 @@ class Info(Strict):
 async def weights_info(call: Call) -> Any:
     row = call.server.readable((await call.json(Info)).tinker_path, call.owner)
     run = call.server.catalogue.run(row.run_id)
-    description = await call.in_thread(read_description, call.server.catalogue.files(row))
+    files = call.server.catalogue.files(row)
+    if run is not None and row.kind == "external_weights":  # merged or encrypted ones do not describe themselves
+        description: dict[str, Any] = {"lora": run.lora}
+    else:
+        description = await call.in_thread(read_description, files)
     lora = description["lora"]
     return {
         "base_model": run.base_model if run else description["base_model"],
         "optimizer_config": run.optimizer if run else ADAMW,
-        "is_lora": True,
+        "is_lora": not any((files / f"config.json{end}").exists() for end in ("", ".age")),
         "lora_rank": lora["rank"],
         "train_unembed": lora["train_unembed"],
         "train_mlp": lora["train_mlp"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -298,6 +300,32 @@ def test_25_requests_behind_a_gap_wait_and_then_all_run(wire):
     acks = [wire.train(model, seq_id, [datum(3, seq_id)], forward_only=True) for seq_id in range(2, 102)]
     wire.train(model, 1, [datum(3)])
     assert all(wire.result(ack).loss > 0 for ack in acks)
+
+
+def test_25_each_body_is_decoded_once_however_long_the_queue(wire, engine, monkeypatch):
+    """300 requests behind a gap: one scan each when it comes, nothing while it waits, one fill each when it runs."""
+    scans, fills = [], []
+    scan, fill = codec.scan, codec.fill
+    monkeypatch.setattr(codec, "scan", lambda *args, **options: scans.append(1) or scan(*args, **options))
+    monkeypatch.setattr(codec, "fill", lambda *args, **options: fills.append(len(args)) or fill(*args, **options))
+    model = wire.model()
+    acks = []
+    costs = []
+    for seq_id in range(2, 302):
+        before = time.thread_time()  # of the client: its own work, to be taken off
+        process = time.process_time()
+        acks.append(wire.train(model, seq_id, [datum(3, seq_id)], forward_only=True))
+        costs.append(time.process_time() - process - (time.thread_time() - before))
+    assert len(scans) == 300 and not fills
+    first, last = np.median(costs[:100]), np.median(costs[200:])  # seconds of this process per request, among them the server's
+    assert last < 2 * first + 0.001, (first, last)
+    before = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - before < 0.5  # waiting costs nothing that grows with the queue
+    assert len(scans) == 300 and not fills
+    wire.train(model, 1, [datum(3)])
+    assert all(wire.result(ack).loss > 0 for ack in acks)
+    assert len(scans) == 301 and 0 < len(fills) <= 301
 
 
 def test_26_train_mlp_false_leaves_no_mlp_in_the_adapter_or_its_export(wire, engine):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import pytest
 import tinker
 
 from spindle.errors import InvalidRequest
-from spindle.server import running, serve
+from spindle.server import metrics, running, serve
 from spindle.server.keys import Keys
 from tests.server.wire import NAME, Wire, datum
 
@@ -152,3 +154,25 @@ def test_metrics_are_json_or_prometheus_text(ann, guarded):
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines())
     assert float(figures["spindle_engine_trained_tokens"]) > 0
     assert "spindle_server_pending_requests" in figures
+
+
+def test_clients_names_are_labels_and_never_part_of_a_metrics_name(engine, tmp_path, monkeypatch):
+    odd = 'a "b" \\ c{d="e"} 1\nspindle_fake 7\u00e9'
+    with running(engine, store=tmp_path, name=NAME, api_keys={odd: "tml-odd-key", "plain": "tml-plain-key"}) as url:
+        one, two = Wire(url, "tml-odd-key"), Wire(url, "tml-plain-key")
+        models = [one.model(), two.model(), two.model()]
+        text = two.get(f"{url}/metrics", headers={"Accept": "text/plain"}).text
+        pattern = re.compile(r'(spindle_[a-z0-9_]+)(?:\{([a-z_]+)="((?:[^"\\\n]|\\["\\n])*)"\})? (-?[0-9.e+-]+|nan)')
+        lines = [pattern.fullmatch(line) for line in text.removesuffix("\n").split("\n")]
+        assert all(lines), text
+        clients = {line[3]: float(line[4]) for line in lines if line[1] == "spindle_engine_queue_clients_adapters" and line[2] == "client"}
+        escaped = odd.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        assert clients.items() >= {escaped: 1.0, "plain": 2.0}.items()
+        assert not any(line[1] == "spindle_fake" for line in lines)
+        monkeypatch.setattr(metrics, "MAX_LABELS", 1)
+        text = two.get(f"{url}/metrics", headers={"Accept": "text/plain"}).text
+        assert text.count("spindle_engine_queue_clients_adapters{") == 1
+        assert f"spindle_engine_queue_clients_not_listed {len(clients) - 1:.1f}\n" in text
+        assert two.get("/live").json()["engine"]["queue"]["clients"].keys() == {"plain"}  # the page shows nobody else
+        for wire, model in zip((one, two, two), models, strict=True):
+            wire.ok("unload_model", model_id=model)

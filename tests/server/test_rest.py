@@ -15,9 +15,12 @@ import tinker
 import torch
 from tinker import types
 from tinker.lib.public_interfaces.rest_client import RestClient
+from transformers import AutoModelForCausalLM
 
+from spindle.server import ServerSettings, running
 from tests.server.conftest import NAME
 from tests.server.test_sdk import adam, datum
+from tests.server.wire import Wire
 
 KEY = "tml-test-key"
 
@@ -133,6 +136,44 @@ def test_external_weights_are_saved_and_downloaded_by_signed_links(rest, trainin
     assert httpx.get(links.urls["adapter_config.json"]).json()["r"] == 4
     with pytest.raises(tinker.RequestFailedError, match=r"this server cannot encrypt|is neither an age1"):
         training.save_weights_external("secret", age_encryption_recipients=["age1nonsense"]).result()
+
+
+def test_a_merged_export_is_a_model_that_transformers_loads(url, rest, training, engine, tmp_path):
+    data = [datum(12)]
+    for _ in range(3):
+        training.forward_backward(data, "cross_entropy")
+        training.optim_step(adam(1e-2)).result()
+    expected = training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    seq_id = training._get_request_id()
+    body = {"model_id": training.model_id, "seq_id": seq_id + 1, "path": "whole", "format": "merged"}
+    wire = Wire(url, session=False)
+    saved = wire.result(wire.ok("save_weights_external", **body))
+    links = rest.get_external_weights_urls(saved["path"]).result()
+    assert set(links.urls) == {"config.json", "generation_config.json", "model.safetensors"}
+    for name, link in links.urls.items():
+        (tmp_path / name).write_bytes(httpx.get(link).content)
+    assert saved["size_bytes"] == sum(path.stat().st_size for path in tmp_path.iterdir())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = torch.tensor(data[0].model_input.to_ints())
+    targets = torch.tensor(data[0].loss_fn_inputs["target_tokens"].to_numpy())
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(tokens[None]).logits[0], -1).gather(1, targets[:, None])[:, 0]
+    assert (logprobs - torch.from_numpy(expected)).abs().max() <= 1e-4
+    assert wire.ok("weights_info", tinker_path=saved["path"])["is_lora"] is False
+    again = {"model_id": training.model_id, "seq_id": seq_id + 2, "path": "x", "format": "gguf"}
+    assert "format is 'gguf', allowed: adapter, merged" in wire.failure(wire.ok("save_weights_external", **again))
+
+
+def test_the_operator_may_choose_merged_exports(engine, tmp_path):
+    with running(engine, store=tmp_path, name=NAME, settings=ServerSettings(external_format="merged")) as url:
+        service = tinker.ServiceClient(base_url=url, api_key=KEY)
+        training = service.create_lora_training_client(NAME, rank=2).result()
+        path = training.save_weights_external("whole").result().path
+        names = set(RestClient(base_url=url, api_key=KEY).get_external_weights_urls(path).result().urls)
+        assert names == {"config.json", "generation_config.json", "model.safetensors"}
+        service.close("success").result(timeout=30)
+    with pytest.raises(ValueError, match="external_format is 'gguf', allowed: adapter, merged"):
+        ServerSettings(external_format="gguf")
 
 
 def test_copied_weights_are_the_callers_own(rest, service, training):

@@ -5,19 +5,24 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+import msgspec
 import numpy as np
 import pytest
+import tinker
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spindle import codec
 from spindle.compute.adapter import AdapterWeights
-from spindle.server import ServerSettings, running
+from spindle.errors import InvalidRequest
+from spindle.server import ServerSettings, bodies, old_json, ordered, routing, running, sampling
 from spindle.server.app import NOUNS
+from spindle.server.live_view import resident_bytes
 from tests.server.wire import NAME, PROTOBUF, Wire, datum
 
 SMALL = ServerSettings(max_body_bytes=100_000, max_json_bytes=20_000, body_idle_timeout_s=0.5, header_timeout_s=0.5, max_header_bytes=8_000)
@@ -365,3 +370,170 @@ def test_published_weights_that_were_dropped_are_out_of_memory(engine, tmp_path)
             sampler = wire.result(ack)["sampling_session_id"]
             wire.sampled(wire.sample(list(range(2, 40)), None, sampling_session_id=sampler, seq_id=0))
         assert alive() - before <= 3
+
+
+def test_bodies_that_arrive_at_the_same_time_are_bounded_together(engine, tmp_path):
+    """Three uploads of 1.3 MB are held half-way: a fourth is told to come back before it is read, and gets through once one is given up."""
+    bounds = ServerSettings(max_receiving_bytes=4_000_000)
+    with running(engine, store=tmp_path, name=NAME, settings=bounds) as url:
+        wire = Wire(url)
+        model = wire.model()
+        body = codec.encode_request(model, 1, [datum(500, seed=i) for i in range(160)], "cross_entropy")
+        assert 3 * len(body) < 4_000_000 < 4 * len(body)
+
+        def receiving() -> int:
+            return wire.get("/live").json()["server"]["receiving_bytes"]
+
+        held = [connect(url) for _ in range(3)]
+        for connection in held:
+            connection.sendall(head(len(body)) + body[: len(body) // 2])
+        wait_until(lambda: receiving() == 3 * len(body))
+        with closing(connect(url)) as connection:
+            connection.sendall(head(len(body)))  # and not a byte of it
+            refused = answer(connection)
+        assert b" 429 " in refused and b"retry-after: 1\r\n" in refused.lower()
+        assert f"{3 * len(body)} bytes of other requests are being received and this one has {len(body)}".encode() in refused
+        parts = iter([body[i : i + 50_000] for i in range(0, len(body), 50_000)])  # chunked: no length is declared
+        response = wire.post("/forward_backward", content=parts, headers={"Content-Type": PROTOBUF})
+        assert response.status_code == 429 and "at most 4000000 may be at the same time" in response.json()["error"]
+        wire.ok("session_heartbeat", session_id=wire.session_id)  # small ones pass
+        held.pop().close()
+        wait_until(lambda: receiving() == 2 * len(body))
+        assert wire.send(wire.training_request(body)).status_code == 200
+        for connection in held:
+            connection.sendall(body[len(body) // 2 :])
+            assert b" 200 " in answer(connection, 10)  # the same request again: all three are one
+            connection.close()
+        wait_until(lambda: receiving() == 0)
+
+
+def test_the_sdk_comes_back_when_there_was_no_room(engine, tmp_path):
+    with running(engine, store=tmp_path, name=NAME, settings=ServerSettings(max_receiving_bytes=200_000)) as url:
+        service = tinker.ServiceClient(base_url=url, api_key="tml-test-key")
+        training = service.create_lora_training_client(NAME, rank=2).result()
+        connection = connect(url)
+        connection.sendall(head(150_000) + b"x")
+        data = [
+            tinker.Datum(model_input=tinker.ModelInput.from_ints([5] * 500), loss_fn_inputs={"target_tokens": [6] * 500}) for _ in range(30)
+        ]
+        future = training.forward_backward(data, "cross_entropy")
+        time.sleep(1)
+        connection.close()
+        assert future.result(timeout=60).metrics["loss:sum"] > 0
+        service.close("success").result(timeout=30)
+
+
+@pytest.mark.slow
+def test_uploads_that_are_refused_take_no_memory(engine, tmp_path):
+    with running(engine, store=tmp_path, name=NAME, settings=ServerSettings(max_receiving_bytes=20 << 20)) as url:
+        wire = Wire(url)
+        blocker = connect(url)
+        blocker.sendall(head(20 << 20) + bytes(1 << 20))
+        before = resident_bytes()
+        for _ in range(8):
+            with closing(connect(url)) as connection:
+                connection.sendall(head(20 << 20))
+                try:
+                    for _ in range(20):
+                        connection.sendall(bytes(1 << 20))
+                except ConnectionError:
+                    pass
+        assert resident_bytes() - before < 40 << 20
+        wire.ok("session_heartbeat", session_id=wire.session_id)
+        blocker.close()
+
+
+def wait_until(true, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_heartbeats_are_quick_beside_long_json(wire, monkeypatch):
+    """Prompts of 500,000 tokens and a JSON training body of 300,000 are read in threads, a slice at a time: others come to run in between.
+
+    How long another thread waits for the interpreter stands for what the event loop would wait (a client in this process waits as well).
+    """
+    threads, slices = set(), []
+    original_decode, original_decoder = bodies.decode, bodies._decoder
+
+    def decode(kind, body):
+        if len(body) > 100_000:
+            threads.add(threading.current_thread().name.rpartition("_")[0])
+        return original_decode(kind, body)
+
+    def decoder(kind):
+        if kind in (list[int], list[int | float]):
+            slices.append(1)
+        return original_decoder(kind)
+
+    for module in (bodies, sampling, ordered, old_json, routing):
+        monkeypatch.setattr(module, "decode", decode)
+    monkeypatch.setattr(bodies, "_decoder", decoder)
+    model = wire.model()
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": list(range(1002, 2002)) * 500}]}
+    asked = json.dumps({"prompt": prompt, "sampling_params": {"max_tokens": 4}, "base_model": NAME, "num_samples": 1}).encode()
+    trained = json.dumps(json_training(model, 2, tokens=[1005] * 300_000, data=[1006] * 300_000)).encode()
+    created = {"session_id": wire.session_id, "model_seq_id": 900, "base_model": NAME, "user_metadata": {"x": "y" * 1_000_000}}
+    headers = {"Content-Type": "application/json"}
+    quietest = 1.0
+    with ThreadPoolExecutor(1) as pool:
+        for path, body in [("asample", asked)] * 5 + [("forward_backward", trained), ("create_model", json.dumps(created).encode())]:
+            sent, waits = pool.submit(wire.post, f"/{path}", content=body, headers=headers), []
+            while not sent.done():
+                started = time.perf_counter()
+                time.sleep(0.001)
+                waits.append(time.perf_counter() - started)
+            quietest = min(quietest, float(np.quantile(waits, 0.95)))
+            assert sent.result().status_code == (400 if path == "asample" else 200), sent.result().text
+    assert threads == {"spindle-scan"} and len(slices) > 5 * 500_000 * 6 // bodies.SLICE_BYTES
+    assert quietest < 0.02
+
+
+def test_json_arrays_are_read_in_slices_like_whole(monkeypatch):
+    monkeypatch.setattr(bodies, "SLICE_BYTES", 64)
+    values = np.random.default_rng(0).integers(-(2**60), 2**60, 200).tolist()
+    raw = msgspec.Raw(json.dumps(values, indent=1).encode())
+    assert bodies.numbers(raw, "x", int).tolist() == values
+    fractions = [value / 7 for value in range(-50, 50)]
+    assert bodies.numbers(msgspec.Raw(json.dumps(fractions).encode()), "x", float).tolist() == fractions
+    for text, told in (
+        ("[" + "1, " * 50 + '"a"]', "x: Expected `int`, got `str` - at `$[50]`"),
+        ("[[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]", "x: Expected `int`, got `array` - at `$[0]`"),
+        ("[" + "1, " * 50 + "1.5]", "x: Expected `int`, got `float` - at `$[50]`"),
+        ('"' + "1," * 50 + '"', "x: Expected `array`, got `str`"),
+        ('["' + "a" * 100 + '"]', "x: Expected `int`, got `str` - at `$[0]`"),
+        ("{" + ", ".join(f'"{i}": {i}' for i in range(50)) + "}", "x: Expected `array`, got `object`"),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            bodies.numbers(msgspec.Raw(text.encode()), "x", int)
+        assert str(error.value) == told
+    with pytest.raises(OverflowError):
+        bodies.numbers(msgspec.Raw(json.dumps([2**70] * 3).encode()), "x", int)
+
+
+def test_a_cancelled_create_leaves_no_model(wire, engine, monkeypatch):
+    make, started, go_on = engine.create_adapter, threading.Event(), threading.Event()
+
+    def slow(*args, **options):
+        started.set()
+        assert go_on.wait(20)
+        return make(*args, **options)
+
+    monkeypatch.setattr(engine, "create_adapter", slow)
+    body = {"session_id": wire.session_id, "model_seq_id": 700, "base_model": NAME, "lora_config": {"rank": 2}}
+    ack = wire.ok("create_model", **body)
+    assert started.wait(20)
+    wire.ok("cancel_future", request_id=ack["request_id"])
+    go_on.set()
+    assert "cancelled before it ran" in wire.failure(ack)
+    wait_until(lambda: ack["model_id"] not in engine._homes)
+    assert wire.post("/get_info", json={"model_id": ack["model_id"]}).status_code == 404
+    assert wire.get(f"/training_runs/{ack['model_id']}").status_code == 404
+    monkeypatch.undo()
+    made = wire.ok("create_model", **body | {"model_seq_id": 701})
+    wire.result(made)
+    wire.ok("cancel_future", request_id=made["request_id"])  # too late: what is done stays done
+    assert wire.result(made)["model_id"] == made["model_id"]
+    assert wire.ok("get_info", model_id=made["model_id"])["lora_rank"] == 2
