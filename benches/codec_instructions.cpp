@@ -1,4 +1,4 @@
-// Scans and fills one plain body ROUNDS times, for an instruction counter: probe BODY ROUNDS
+// Scans and fills one body, zstd or plain, ROUNDS times, for an instruction counter: probe BODY ROUNDS
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
@@ -14,7 +14,7 @@ int main(int, char** argv) {
     Limits limits;
     limits.vocab_size = 151936;
     for (int round = std::atoi(argv[2]); round; --round) {
-        const Request request = scan(body, Encoding::identity, limits);
+        const Request request = scan(body, load<uint32_t>(body.data) == 0xfd2fb528 ? Encoding::zstd : Encoding::identity, limits);
         std::vector<int64_t> datums;
         size_t cells = 0;
         for (const Datum& datum : request.datums()) {
@@ -24,15 +24,15 @@ int main(int, char** argv) {
         const auto tokens = static_cast<size_t>(request.num_tokens);
         std::vector<int32_t> ids(tokens);
         std::vector<int64_t> labels(cells);
-        std::vector<float> weights(cells);
-        InputTarget input;
-        input.name = request.name_index("weights");
-        input.to = weights.data();
+        std::vector<std::vector<float>> values(request.names().size(), std::vector<float>(cells));
+        std::vector<InputTarget> inputs;
+        for (size_t name = 0; name < values.size(); ++name)
+            if (request.names()[name].text() != "target_tokens") inputs.push_back({static_cast<int64_t>(name), values[name].data(), 1.0f});
         FillTarget to;
         to.tokens = ids.data();
         to.labels = labels.data();
-        to.inputs = &input;
-        to.num_inputs = 1;
+        to.inputs = inputs.data();
+        to.num_inputs = inputs.size();
         fill(request, datums.data(), datums.size(), to);
     }
     return 0;
