@@ -9,7 +9,10 @@ import torch
 import spindle
 from spindle import AdamParams, Datum, DimuonParams, losses
 from spindle.compute.model import BaseModel
+from spindle.compute.worker import DeviceWorker
 from spindle.errors import UserError
+from spindle.types import LoraConfig
+from tests.compute.helpers import Item, Request, pack, random_adapter
 from tests.tiny import VOCAB, tiny_llama
 
 N = 12
@@ -101,6 +104,28 @@ def test_nothing_that_is_not_finite_enters_an_adapter(engine, custom, loss, extr
             assert output.loss == -np.inf and step["step_skipped"] == 1
         if loss in ("ppo", "cispo", "gspo") and extreme == "sampler almost never":  # clipped
             assert np.isfinite(output.loss) and step["step_skipped"] == 0
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_stable_reinforce(engine, extreme):
+    """Its sampler logprobs are the engine's own: here they are given to the worker."""
+    worker = DeviceWorker(engine.model)
+    rng = np.random.default_rng(0)
+    full = lambda name, usual: np.full(N, EXTREMES[extreme].get(name, usual), np.float32)  # noqa: E731
+    inputs = {name: full(name, 1.0) for name in ("advantages", "weights")}
+    inputs |= {"logprobs": full("logprobs", -7.0), "sampler_logprobs": full("logprobs", -7.0)}
+    adapter = random_adapter(engine.model, LoraConfig(rank=4))
+    before = state(adapter)
+    item = Item(rng.integers(0, VOCAB, N), rng.integers(0, VOCAB, N), inputs)
+    result = worker.run(pack([Request(adapter, [item], "stable_reinforce")]))[0]
+    assert result.error is None and result.logprobs.isfinite().all()
+    finite = bool(result.grad.isfinite().all())
+    worker.accumulate(adapter, result.grad)
+    (step,) = worker.optim_step([adapter], AdamParams())
+    assert all(x.isfinite().all() for x in state(adapter)) and adapter.grads is None
+    if step["step_skipped"]:
+        assert all(torch.equal(a, b) for a, b in zip(before, state(adapter), strict=True))
+    assert step["step_skipped"] or finite
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "gspo"])
