@@ -60,6 +60,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
     devices: Annotated[str, typer.Option(help='"auto", or a list such as "cuda:0,cuda:1" or "cpu".')] = "auto",
+    layers_per_device: Annotated[
+        int | None, typer.Option(help="Spread a model too large for one device: layers on each.", show_default="all, if they fit", min=1)
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the base weights; auto is float32 on a CPU, bfloat16 on a GPU.")] = "auto",
     store: Annotated[
         Path | None, typer.Option(help="Directory of checkpoints and catalogue.", show_default="$SPINDLE_STORE or ~/.local/share/spindle")
@@ -91,6 +94,7 @@ def serve(
         engine = Engine(
             model,
             devices=devices if devices == "auto" else [part.strip() for part in devices.split(",") if part.strip()],
+            layers_per_device=layers_per_device,
             dtype=None if dtype == "auto" else dtype,
             name=name,
             sampler=sampler,

@@ -24,11 +24,11 @@ OVERTAKE = 4  # micro-batches of others that may run before one that lies ready
 
 
 class DeviceLoop:
-    """Owns the thread of device ``index``.
+    """Owns thread ``index``: that of a device, or one of those that a group of devices has, as many as it has devices.
 
-    sampling_share: the part of the time that sampling may take while training waits. prefetch: a second thread fills the next micro-batch
-    while this one is computed. What came meanwhile from a client that has used less may still overtake it, so that a small request waits
-    for no more than the micro-batch that runs.
+    sampler: None where another thread of the group samples. sampling_share: the part of the time that sampling may take while training
+    waits. prefetch: a second thread fills the next micro-batch while this one is computed. What came meanwhile from a client that has
+    used less may still overtake it, so that a small request waits for no more than the micro-batch that runs.
     cpu_threads: torch's threads on this device; 0 leaves them alone.
     """
 
@@ -37,7 +37,7 @@ class DeviceLoop:
         index: int,
         executor: Executor,
         scheduler: Scheduler,
-        sampler: Sampler,
+        sampler: Sampler | None,
         *,
         sampling_share: float,
         prefetch: bool,
@@ -81,7 +81,7 @@ class DeviceLoop:
             torch.set_num_threads(self._cpu_threads)
         try:
             while True:
-                job = self._next(wait=not self.sampler.has_work())
+                job = self._next(wait=self.sampler is None or not self.sampler.has_work())
                 started = time.perf_counter()
                 if isinstance(job, MicroBatch):
                     self.executor.run(job)
@@ -89,8 +89,8 @@ class DeviceLoop:
                     self.executor.operate(job)
                 trained_s = time.perf_counter() - started
                 self.busy_s += trained_s
-                if self.sampler.has_work():
-                    self._sample(trained_s)
+                if self.sampler is not None and self.sampler.has_work():
+                    self._sample(self.sampler, trained_s)
         except StopIteration:
             pass
         except BaseException:
@@ -98,7 +98,8 @@ class DeviceLoop:
             self.scheduler.close()
             raise
         finally:
-            self.sampler.close()
+            if self.sampler is not None:
+                self.sampler.close()
 
     def _next_direct(self, wait: bool) -> Job:
         work = self.scheduler.next_work(self.index, None if wait else 0.0)
@@ -141,14 +142,14 @@ class DeviceLoop:
             else:
                 self._room.release()
 
-    def _sample(self, trained_s: float) -> None:
+    def _sample(self, sampler: Sampler, trained_s: float) -> None:
         """At least one sampling step, then more until sampling had its share beside the micro-batch that just ran."""
         budget_s = trained_s * self.sampling_share / (1.0 - self.sampling_share)
         started = time.perf_counter()
         while True:
-            self.sampler.step()
+            sampler.step()
             spent = time.perf_counter() - started
-            if spent >= budget_s or not self.sampler.has_work():
+            if spent >= budget_s or not sampler.has_work():
                 break
         self.busy_s += spent
         self.sampling_s += spent

@@ -83,7 +83,8 @@ def self_check() -> list[tuple[str, bool, str]]:
     expected = logits.gather(-1, torch.tensor(tokens[:, 1:, None]))[..., 0].numpy()
 
     checks = []
-    with Engine(BaseModel.load(model), devices=["cpu"]) as engine:
+    base = BaseModel.load(model)
+    with Engine(base, devices=["cpu"]) as engine:
         adapter = engine.create_adapter(rank=8, seed=0)
         results = []
         for _ in range(3):
@@ -97,6 +98,10 @@ def self_check() -> list[tuple[str, bool, str]]:
         body = codec.encode_request(handle.model_id, 1, data, "cross_entropy", zstd=False)
         wire = codec.decode_forward_backward(engine.submit(body).result())
         checks.append(("a request as bytes answers as one in process", wire.loss == first.loss, f"{wire.loss:.6f} and {first.loss:.6f}"))
+    with Engine(base, devices=["cpu", "cpu"], layers_per_device=1) as engine:
+        spread = engine.create_adapter(rank=8, seed=0).forward(data, "cross_entropy").result()
+        error = max(np.abs(got["logprobs"] - want).max() for got, want in zip(spread.loss_fn_outputs, expected, strict=True))
+        checks.append(("so do they with its layers spread over two devices", bool(error < 1e-4), f"largest difference {error:.1e}"))
     return checks
 
 

@@ -18,6 +18,7 @@ import torch
 
 from spindle import codec, losses
 from spindle.compute.adapter import Adapter
+from spindle.compute.groups import Group, group_devices
 from spindle.compute.model import BaseModel, load_tokenizer
 from spindle.compute.worker import DeviceWorker
 from spindle.device_loop import DeviceLoop
@@ -57,7 +58,7 @@ def resolve_devices(devices: str | Sequence[str]) -> list[torch.device]:
             raise UserError(f'devices: {name!r} is no torch device; say "cpu", "cuda:0", …') from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise UserError(f"devices: {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices")
-        resolved.append(device)
+        resolved.append(torch.device("cpu") if device.type == "cpu" else device)  # "cpu:1" is no other place
     return resolved
 
 
@@ -68,6 +69,23 @@ def _dtype(wanted: str | torch.dtype | None, device: torch.device) -> torch.dtyp
     if name not in ("float32", "bfloat16"):
         raise UserError(f"dtype: got {name!r}; allowed are float32 and bfloat16")
     return getattr(torch, name)
+
+
+def _replicas(source: Any, places: Sequence[torch.device], layers_per_device: int | None, dtype: torch.dtype) -> list[BaseModel]:
+    """The model of each device's thread. Those of one group share the tensors that are spread over its devices."""
+    base = source if isinstance(source, BaseModel) else BaseModel.load(source, dtype=dtype, check=False)
+    groups, per_device = group_devices(base, places, layers_per_device)
+    here = (base.device,) if isinstance(source, BaseModel) and len(groups[0]) == 1 else groups[0]  # one that was given stays where it is
+    on: dict[Group, BaseModel] = {base.devices: base}
+    models: list[BaseModel] = []
+    for group in (here, *groups[1:]):
+        for _ in group:
+            first = on.get(group)
+            models.append(first if first is not None and first not in models else (first or base).replica(group, per_device))
+            on.setdefault(group, models[-1])
+    if base is not source:
+        models[0].check()
+    return models
 
 
 def _limits_for(model: BaseModel, limits: codec.Limits) -> codec.Limits:
@@ -94,6 +112,8 @@ class Engine:
 
     model: a transformers decoder directory, a GGUF file, a hub name, or a loaded ``BaseModel``.
     devices: "auto", or a list of torch devices; one worker thread each, with its own replica of the base model.
+    layers_per_device: decoder layers of a base model too large for one device: adjacent devices then are a group that holds one replica,
+        and works on as many micro-batches at once as it has devices. None: spread over GPUs only if, and as far as, memory asks for it.
     dtype: of the base weights ("float32", "bfloat16"), None: float32 on CPU, bfloat16 on CUDA. Adapters, moments and logprobs are always
         float32.
     limits: bounds on what a request may hold (``codec.Limits``); vocabulary and context are taken from the model.
@@ -118,6 +138,7 @@ class Engine:
         model: str | Path | BaseModel | Any,
         *,
         devices: str | Sequence[str] = "auto",
+        layers_per_device: int | None = None,
         dtype: str | torch.dtype | None = None,
         name: str | None = None,
         limits: codec.Limits | None = None,
@@ -136,11 +157,13 @@ class Engine:
         if unlisted_logprobs not in ("compute", "skip"):
             raise UserError(f"unlisted_logprobs: got {unlisted_logprobs!r}; allowed are 'compute' and 'skip'")
         places = resolve_devices(devices)
-        self.model = model if isinstance(model, BaseModel) else BaseModel.load(model, device=places[0], dtype=_dtype(dtype, places[0]))
+        models = _replicas(model, places, layers_per_device, _dtype(dtype, places[0]))
+        self.model = models[0]
         self.model_name = name or self.model.name
         self.limits = _limits_for(self.model, limits or codec.Limits())
         self.config = scheduler or SchedulerConfig()
-        self.scheduler = Scheduler(self.config, devices=len(places))
+        per_group = len(self.model.devices)
+        self.scheduler = Scheduler(self.config, len(places), per_group)
         self.tokenizer = _tokenizer_of(model)
         self.records = SampleRecords()
         self.pool = AdapterPool(adapter_device_bytes, adapter_host_bytes)
@@ -156,8 +179,7 @@ class Engine:
             options.setdefault("source", str(model))
         threads = max(1, (os.cpu_count() or 1) // len(places)) if places[0].type == "cpu" and len(places) > 1 else 0
         self._loops: list[DeviceLoop] = []
-        for index, place in enumerate(places):
-            replica = self.model if index == 0 else self.model.replica(place)
+        for index, (place, replica) in enumerate(zip(places, models, strict=True)):
             executor = Executor(
                 DeviceWorker(replica, activation_budget=activation_bytes),
                 self.scheduler,
@@ -165,7 +187,8 @@ class Engine:
                 pinned=place.type == "cuda",
                 skip_unlisted=unlisted_logprobs == "skip",
             )
-            sampler_of_device = make_sampler(sampler, replica, self.tokenizer, self.records, **options)
+            samples = index % per_group == 0  # one thread of a group
+            sampler_of_device = make_sampler(sampler, replica, self.tokenizer, self.records, **options) if samples else None
             self._loops.append(
                 DeviceLoop(
                     index,
@@ -366,10 +389,12 @@ class Engine:
         request = SampleRequest(
             prompt=np.asarray(prompt), params=params or SamplingParams(), num_samples=num_samples, snapshot=snapshot, **options
         )
-        loops = self._loops if snapshot is None else [one for one in self._loops if one.executor.worker.device == snapshot.params.device]
-        loop = min(loops, key=lambda one: one.sampler.load())
+        loops = [(loop, loop.sampler) for loop in self._loops if loop.sampler is not None]
+        if snapshot is not None:
+            loops = [(loop, one) for loop, one in loops if loop.executor.worker.device == snapshot.params.device]
+        loop, sampler = min(loops, key=lambda pair: pair[1].load())
         future: Future[SampleOutput] = Future()
-        loop.sampler.submit(request, future)
+        sampler.submit(request, future)
         loop.wake()
         return future
 
@@ -383,7 +408,10 @@ class Engine:
     # --- life -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, queues and devices as they are now. Seconds are summed over devices."""
+        """Counters since the start, queues and devices as they are now. Seconds are summed over devices.
+
+        device_busy_s: of each device's thread; the mean of a group's is how long its devices were busy, each a part of every micro-batch.
+        """
         loops, queue = self._loops, self.scheduler.stats()
         seconds = {key: sum(loop.executor.seconds[key] for loop in loops) for key in ("fill", "compute", "optim", "encode")}
         seconds |= {key: sum(loop.executor.worker.seconds[key] for loop in loops) for key in ("forward", "backward")}
@@ -391,7 +419,7 @@ class Engine:
         seconds["wait"] = sum(client["waited_s"] for client in queue["clients"].values())
         counts = {key: sum(loop.executor.counts[key] for loop in loops) for key in loops[0].executor.counts}
         batches = counts["micro_batches"]
-        sampler = [loop.sampler.stats() for loop in loops]
+        sampler = [loop.sampler.stats() for loop in loops if loop.sampler is not None]
         return {
             "uptime_s": time.monotonic() - self._started_at,
             "compute_s": seconds["compute"] + seconds["optim"],

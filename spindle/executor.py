@@ -298,12 +298,14 @@ class Executor:
         with training.resident.lock:
             if result is not None and not item.failed:
                 training.take(block.index, block.datums, result.logprobs.numpy(), result.metrics, result.grad)
-            for whole in self.scheduler.completed(block):
+            committed = self.scheduler.completed(block)
+            over, failed = item.blocks_left == 0, item.failed  # under the lock: of the threads that ran its blocks, one saw the last end
+            for whole in committed:  # one that ended before those in front of it kept its payload until now
                 grad = whole.payload.grad
                 if grad is not None:
                     self.worker.accumulate(whole.payload.resident.adapter, grad)
+                whole.drop_payload()
         self.pool.release(training.resident)
-        over, failed = item.blocks_left == 0, item.failed
         if failed and not item.blocks_running:
             item.drop_payload()
         self.scheduler.block_done(block)
@@ -314,7 +316,6 @@ class Executor:
                 item.future.fail(as_server_error(problem, item))
                 return
             training.request.release()
-            item.drop_payload()
             item.future.settle(answer)
 
     # --- operations -----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The engine's figures on one GPU, in about two minutes: ``python benches/gpu/engine.py [MODEL] [--dtype bfloat16]``.
 
 Prints one line of JSON. Without MODEL: the engine bench's Qwen3-like model with random weights. Answers are checked before they are timed.
+With two GPUs or more, also the model spread over two of them beside the same model on one: answers, weights per GPU, micro-batches at once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import copy
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine_cases import Peft, adapter_for, micro_batch, qwen3, ragged, rows
 
+from spindle.compute.adapter import Adapter
 from spindle.compute.attention import varlen_attn
+from spindle.compute.groups import group_devices
 from spindle.compute.model import BaseModel
 from spindle.compute.worker import DeviceWorker
 
@@ -42,6 +46,44 @@ def peak_bytes(run: Callable[[], object]) -> int:
     run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def spread_over_two(base: BaseModel, data) -> dict[str, object]:
+    """The model on cuda:0 and cuda:1 beside ``base``, all of it on cuda:0. One thread runs micro-batches, then two as an engine does."""
+    devices = [torch.device("cuda", i) for i in range(2)]
+    before = [torch.cuda.memory_allocated(device) for device in devices]
+    groups, per_device = group_devices(base, devices, -(-base.config.num_hidden_layers // 2))
+    models = [base.replica(groups[0], per_device)]
+    models.append(models[0].replica(groups[0], per_device))
+    added = [torch.cuda.memory_allocated(device) - b for device, b in zip(devices, before, strict=True)]
+    models[0].check()
+    alone, *workers = (DeviceWorker(model) for model in (base, *models))
+    adapters = [adapter_for(model) for model in (base, models[0])]
+    batches = [micro_batch([(Adapter(a.layout, "cuda:0"), data)]) for a in adapters]
+    for adapter, batch in zip(adapters, batches, strict=True):
+        batch.segments[0].adapter.params.copy_(adapter.params)
+    want, got = alone.run(batches[0])[0], workers[0].run(batches[1])[0]
+    error = (got.logprobs - want.logprobs).abs().max().item()
+    gradient_error = ((got.grad - want.grad).norm() / want.grad.norm()).item()
+    assert got.grad.device == devices[0] and error < (0.5 if base.dtype == torch.bfloat16 else 1e-3) and gradient_error < 0.05
+
+    def several(workers, each: int = 4) -> None:
+        threads = [threading.Thread(target=lambda w=w: [w.run(batches[1]) for _ in range(each)]) for w in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cuda.synchronize(devices[1])
+
+    one, two = seconds(lambda: several(workers[:1]), 3), seconds(lambda: several(workers), 3)
+    return {
+        "spread_logprob_error": error,
+        "spread_gradient_error": gradient_error,
+        "spread_repeats_bit_for_bit": bool(torch.equal(got.grad, workers[1].run(batches[1])[0].grad)),
+        "spread_gb_on_cuda_1": added[1] / 1e9,
+        "spread_over_alone": one / seconds(lambda: [alone.run(batches[0]) for _ in range(4)], 3),
+        "spread_two_at_once_speedup": 2 * one / two,
+    }
 
 
 def main() -> None:
@@ -90,6 +132,8 @@ def main() -> None:
     if reference is not None:
         rival = Peft(copy.deepcopy(source).to("cuda", dtype), adapter)
         figures["peft16_over_ours_all_rows"] = seconds(lambda: rival.forward_backward(data, 16)) / spent
+    if torch.cuda.device_count() > 1:
+        figures |= spread_over_two(base, data)
     print(json.dumps(figures))
 
 

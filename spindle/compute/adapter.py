@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,16 +29,30 @@ class AdapterWeights:
     params: flat [P]. matrices: target path -> (A, B), views into params.
     """
 
-    __slots__ = ("__weakref__", "layout", "matrices", "params")
+    __slots__ = ("__weakref__", "_parts", "layout", "matrices", "params")
 
     def __init__(self, layout: AdapterLayout, params: torch.Tensor) -> None:
         self.layout = layout
         self.params = params
         self.matrices = views(params, layout)
+        self._parts: tuple[int, Sequence[torch.device], tuple[AdapterWeights, ...]] | None = None
 
     @property
     def scale(self) -> float:
         return self.layout.scale
+
+    def on(self, devices: Sequence[torch.device]) -> tuple[AdapterWeights, ...]:
+        """The part of each stage of a spread model, on the stage's device: a view where ``params`` lies, else a copy of this version."""
+        if len(devices) == 1:
+            return (self,)
+        kept = self._parts  # read once: threads of one group may share these weights
+        if kept is None or kept[0] != self.params._version or kept[1] != devices:
+            slices = (self.params[start : start + part.numel] for start, part in self.layout.parts)
+            parts = tuple(
+                AdapterWeights(part, flat.to(device)) for (_, part), flat, device in zip(self.layout.parts, slices, devices, strict=True)
+            )
+            self._parts = kept = self.params._version, devices, parts
+        return kept[2]
 
 
 class Adapter:
@@ -57,11 +72,12 @@ class Adapter:
     def init(self, seed: int) -> Adapter:
         """A uniform in +-1/sqrt(in), as torch and PEFT start a linear layer; B zero. The same seed gives the same bits on any device."""
         generator = torch.Generator().manual_seed(seed)
-        host = torch.zeros(self.layout.numel)
+        host = self.params.zero_() if self.device.type == "cpu" else torch.zeros(self.layout.numel)
         for a, _ in self.layout.pairs.values():
             bound = 1.0 / math.sqrt(a.shape[1])
             host[a.offset : a.offset + a.numel].uniform_(-bound, bound, generator=generator)
-        self.params.copy_(host)
+        if host is not self.params:
+            self.params.copy_(host)
         return self
 
     def weights(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> AdapterWeights:
@@ -80,6 +96,8 @@ class Adapter:
     def drop_copies(self) -> None:
         """Let go of the copies in other dtypes or on other devices: they are stale, or nobody needs them for now."""
         self._copies.clear()
+        if self._weights is not None:
+            self._weights._parts = None
 
     def snapshot(self, dtype: torch.dtype = torch.float32) -> AdapterWeights:
         """A copy of the parameters that training will not touch."""

@@ -45,7 +45,7 @@ class Packing:
     cache: None (training, scoring: the rows are the whole sequences) or a KeyValueCache (the rows continue what it holds).
     """
 
-    __slots__ = ("_cu_seqlens", "cache", "calls", "lengths", "runs")
+    __slots__ = ("_cu_seqlens", "_there", "cache", "calls", "lengths", "runs")
 
     def __init__(self, lengths: Sequence[int], cache: KeyValueCache | None = None) -> None:
         self.lengths = [int(n) for n in lengths]
@@ -56,16 +56,24 @@ class Packing:
                 self.runs[-1] = (self.runs[-1][0] + 1, n)
             else:
                 self.runs.append((1, n))
-        self._cu_seqlens: torch.Tensor | None = None
+        self._cu_seqlens: dict[torch.device, torch.Tensor] = {}
+        self._there: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self.calls = 0  # attention calls seen: the self-check at load compares it with the number of layers
 
     def cu_seqlens(self, device: torch.device) -> torch.Tensor:
         """[S + 1] int32 row offsets."""
-        if self._cu_seqlens is None:
+        if device not in self._cu_seqlens:
             offsets = torch.zeros(len(self.lengths) + 1, dtype=torch.int32)
             torch.cumsum(torch.tensor(self.lengths), 0, out=offsets[1:])
-            self._cu_seqlens = offsets.to(device, non_blocking=True)
-        return self._cu_seqlens
+            self._cu_seqlens[device] = offsets.to(device, non_blocking=True)
+        return self._cu_seqlens[device]
+
+    def on(self, x: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """x, which every layer of the pass gets, on the device of a later stage: moved once."""
+        key = id(x), device
+        if key not in self._there:
+            self._there[key] = x, x.to(device)  # x too: an id is a tensor's own only while it lives
+        return self._there[key][1]
 
 
 def attend(q, k, v, scale, window, softcap) -> torch.Tensor:

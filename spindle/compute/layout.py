@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from spindle.types import LoraConfig
@@ -54,6 +54,7 @@ class AdapterLayout:
     numel: int
     target_modules: tuple[str, ...]  # for adapter_config.json
     target_parameters: tuple[str, ...] = ()  # expert stacks, for adapter_config.json
+    cuts: tuple[int, ...] = ()  # of a model spread over stages: the first slot of every stage but the first
 
     @property
     def scale(self) -> float:
@@ -65,6 +66,18 @@ class AdapterLayout:
         return {a.name[len(_PREFIX) : -len(_A)]: (a, b) for a, b in zip(self.slots[::2], self.slots[1::2], strict=True)}
 
     @cached_property
+    def parts(self) -> tuple[tuple[int, AdapterLayout], ...]:
+        """Per stage: where its slots start in the flat buffer, and a layout of them alone."""
+        if not self.cuts:
+            return ((0, self),)
+        borders = [0, *self.cuts, len(self.slots)]
+        starts = [self.slots[i].offset if i < len(self.slots) else self.numel for i in borders]
+        return tuple(
+            (start, replace(self, slots=tuple(replace(s, offset=s.offset - start) for s in self.slots[i:j]), numel=stop - start, cuts=()))
+            for i, j, start, stop in zip(borders, borders[1:], starts, starts[1:], strict=False)
+        )
+
+    @cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges of the flat buffer that belong to no slot."""
         ends = [s.offset + s.numel for s in self.slots]
@@ -72,8 +85,11 @@ class AdapterLayout:
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-def build_layout(lora: LoraConfig, targets: Sequence[LoraTarget]) -> AdapterLayout:
-    """The layout of an adapter that trains those ``targets`` its three flags ask for."""
+def build_layout(lora: LoraConfig, targets: Sequence[LoraTarget], cuts: Sequence[int] = ()) -> AdapterLayout:
+    """The layout of an adapter that trains those ``targets`` its three flags ask for.
+
+    cuts: of a model spread over stages, how many targets lie before every stage but the first.
+    """
     wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     slots: list[TensorSlot] = []
     offset = 0
@@ -84,7 +100,8 @@ def build_layout(lora: LoraConfig, targets: Sequence[LoraTarget]) -> AdapterLayo
             offset += -(-shape[0] * shape[1] // _ALIGN) * _ALIGN
     modules = _unique(t.path.rsplit(".", 1)[-1] for t in chosen if t.parameter is None)
     parameters = _unique(t.parameter for t in chosen if t.parameter is not None)
-    return AdapterLayout(lora, tuple(slots), offset, modules, parameters)
+    slots_before = tuple(2 * sum(wanted[t.kind] for t in targets[:cut]) for cut in cuts)
+    return AdapterLayout(lora, tuple(slots), offset, modules, parameters, slots_before)
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

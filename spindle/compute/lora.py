@@ -8,7 +8,7 @@ its own; and every sum over rows (the gradients of A and B) runs over the rows o
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,12 +44,26 @@ class RowGroup(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A RowGroup that has rows and an adapter."""
+    """A RowGroup that has rows and an adapter, or one stage's part of it. whole: where ``grad`` belongs in the flat gradient."""
 
     start: int
     stop: int
     weights: AdapterWeights
-    grad: torch.Tensor | None = None
+    grad: torch.Tensor | None
+    whole: torch.Tensor | None
+
+
+def _parts(group: RowGroup, devices: Sequence[torch.device]) -> Iterator[_Group]:
+    """A group per stage. A gradient is written on its stage's device: in its place in ``grad`` (on the first device), or beside it."""
+    start, stop, weights, grad = group
+    if weights is None or stop <= start:
+        return
+    for (offset, layout), device, part in zip(weights.layout.parts, devices, weights.on(devices), strict=True):
+        if not layout.slots:
+            continue
+        whole = None if grad is None else grad[offset : offset + layout.numel]
+        there = whole if whole is None or device == devices[0] else torch.empty_like(whole, device=device)
+        yield _Group(start, stop, part, there, whole)
 
 
 class Update(NamedTuple):
@@ -90,12 +104,13 @@ def window(start: int, stop: int, total: int) -> tuple[int, int]:
 class Route:
     """Which rows of the current forward pass belong to which adapter. ``anchor`` makes outputs require a gradient though no weight does.
 
-    Gradient buffers of the groups may come uninitialized; ``finish`` after the backward clears what nothing was written to.
+    devices: of the model's stages; adapters lie on the first. Gradient buffers of the groups may come uninitialized; ``finish`` after the
+    backward clears what nothing was written to, and brings together what was written on other devices.
     """
 
-    def __init__(self, groups: Sequence[RowGroup | tuple], device: torch.device | str = "cpu") -> None:
-        self.groups = [_Group(*g) for g in groups if g[2] is not None and g[1] > g[0]]
-        self.anchor = torch.zeros((), device=device, requires_grad=any(g.grad is not None for g in self.groups))
+    def __init__(self, groups: Sequence[RowGroup | tuple], devices: Sequence[torch.device] = (torch.device("cpu"),)) -> None:
+        self.groups = [part for g in groups for part in _parts(RowGroup(*g), devices)]
+        self.anchor = torch.zeros((), device=devices[0], requires_grad=any(g.grad is not None for g in self.groups))
         self.written: set[int] = set()
         self._updates: dict[str, list[Update]] = {}
 
@@ -113,15 +128,17 @@ class Route:
         return found
 
     def finish(self) -> None:
-        """Zero every gradient that no product was written to."""
+        """Zero every gradient that no product was written to, and make the flat gradients whole."""
         for g in self.groups:
-            if g.grad is None:
+            if g.grad is None or g.whole is None:
                 continue
             for slot in g.weights.layout.slots:
                 if g.grad.data_ptr() + 4 * slot.offset not in self.written:
                     view(g.grad, slot).zero_()
             for start, stop in g.weights.layout.gaps:
                 g.grad[start:stop].zero_()
+            if g.grad is not g.whole:
+                g.whole.copy_(g.grad)
 
 
 class Router(threading.local):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from spindle.types import LoraConfig
 
 __all__ = ["BaseModel", "load_tokenizer"]
 
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _ROUTERS = {"gate", "router", "shared_expert_gate"}  # linear maps that choose experts: never adapted
 
 
@@ -60,6 +63,10 @@ class BaseModel:
     """name: what it was loaded as. vocab_size, max_context, eos_token_ids, num_parameters: as the model's config says.
 
     config: the transformers text config. decoder: the transformers decoder (embeddings to last norm). head: the unembedding.
+
+    A model may be spread over the ``devices`` of a group, a stage on each: ``layers_per_device`` decoder layers, on the first also the
+    embeddings, on the last also the final norm and the unembedding. Tokens go in and adapters lie on the first, which is ``device``;
+    hidden states come out and losses are computed on the last.
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
@@ -68,6 +75,7 @@ class BaseModel:
         self.model = model.eval().requires_grad_(False)
         self.decoder = model.get_decoder()
         self.device, self.dtype = model.device, model.dtype
+        self.devices: tuple[torch.device, ...] = (self.device,)
         self.num_parameters = model.num_parameters()
         self.vocab_size: int = self.config.vocab_size
         self.max_context: int = _context(self.config)
@@ -79,7 +87,9 @@ class BaseModel:
         head, path = model.get_output_embeddings(), self.targets[-1].path
         scale = getattr(self.config, "logit_scale", None) or 1.0 / (getattr(self.config, "logits_scaling", None) or 1.0)
         self._layers = [m for m in self.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.layers_per_device: int = self.config.num_hidden_layers
         self._checkpointing = False
+        self._entered = False  # whether ``_enter`` stands before the layers
         self.head = Head(head.weight, head.bias, path, scale, getattr(self.config, "final_logit_softcapping", None))
 
     @classmethod
@@ -112,22 +122,85 @@ class BaseModel:
             base.check()
         return base
 
-    def replica(self, device: torch.device | str) -> BaseModel:
-        """The same model for another worker: a copy on ``device``, or this very object where it already is there.
+    def replica(self, devices: torch.device | str | Sequence[torch.device | str], layers_per_device: int | None = None) -> BaseModel:
+        """The same model for another thread: modules of its own; tensors that already are where it wants them are shared.
 
-        One object serves several threads: the route of a forward pass is its thread's own.
+        devices: one, or those of a group, with ``layers_per_device`` layers on each (by default as many as spread them evenly).
+        Raises UserError when the layers do not divide into as many stages as there are devices, or cannot be spread at all.
         """
-        device = torch.device(device)
-        if device == self.device:
-            return self
-        other = copy.deepcopy(self)
-        other.model.to(device)
-        other.device = device
+        places = tuple(map(torch.device, [devices] if isinstance(devices, torch.device | str) else devices))
+        per_device = layers_per_device or -(-self.config.num_hidden_layers // len(places))
+        memo: dict[int, Any] = {id(self.router): Router()}
+        for x, stage in self.stages(per_device, len(places)):
+            moved = x.to(places[stage])
+            memo[id(x)] = nn.Parameter(moved, requires_grad=False) if isinstance(x, nn.Parameter) and moved is not x else moved
+        other = copy.deepcopy(self, memo)
+        other.device, other.devices, other.layers_per_device = places[0], places, per_device
+        head = other.model.get_output_embeddings()
+        if head.weight is other.model.get_input_embeddings().weight and places[-1] != places[0]:
+            # tied: a copy, for the head's products are the largest of all, and hidden states would have to travel back for them
+            head.weight = nn.Parameter(head.weight.to(places[-1]), requires_grad=False)
+        other.head.weight = head.weight
+        other.checkpoint_activations(False)
+        if len(set(places)) > 1 and not other._entered:
+            other._entered = True
+            for index, layer in enumerate(other._layers):
+                layer.register_forward_pre_hook(partial(other._enter, index), with_kwargs=True)
         return other
+
+    def stages(self, layers_per_device: int, count: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Every parameter and buffer with the stage it belongs to. Raises UserError as ``replica`` does."""
+        layers, kind = self.config.num_hidden_layers, self.config.model_type
+        of_targets = self._layers_of_targets()
+        if count > 1 and (len(self._layers) != layers or of_targets != sorted(of_targets)):
+            raise UserError(f"model type {kind!r} cannot be spread over devices: it is more than one row of decoder layers")
+        if -(-layers // layers_per_device) != count:
+            raise UserError(
+                f"layers_per_device: got {layers_per_device} for a group of {count} devices; {layers} layers need "
+                f"{-(-layers // layers_per_device)}"
+            )
+        stage_of: dict[int, int] = {}
+
+        def put(module: nn.Module, stage: int) -> None:
+            stage_of.update((id(x), stage) for x in (*module.parameters(), *module.buffers()))
+
+        put(self.model, 0)
+        put(self.model.get_output_embeddings(), count - 1)
+        passed = False
+        for module in self.decoder.children():
+            if any(part in self._layers for part in module.children()):
+                passed = True
+            elif passed and any(True for _ in module.parameters()):  # the final norm; rotary embeddings have none
+                put(module, count - 1)
+        put(self.model.get_input_embeddings(), 0)
+        for index, layer in enumerate(self._layers if count > 1 else ()):
+            put(layer, index // layers_per_device)
+        return ((x, stage_of[id(x)]) for x in (*self.model.parameters(), *self.model.buffers()))
+
+    def _enter(self, index: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Before a decoder layer: hidden states move where a stage begins, what every layer gets beside them once per pass and stage."""
+        stage, within = divmod(index, self.layers_per_device)
+        device = self.devices[stage]
+        if within == 0 and stage and device != self.devices[stage - 1]:
+            args = tuple(move(x, device) if isinstance(x, torch.Tensor) else x for x in args)
+        if device == self.devices[0]:
+            return args, kwargs
+        packing = kwargs.get("packing") or Packing([])
+        return args, {name: _each(value, lambda x: packing.on(x, device)) for name, value in kwargs.items()}
 
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the LoRA matrices of such an adapter lie in its flat buffers."""
-        return build_layout(lora, self.targets)
+        layers = self._layers_of_targets()
+        cuts = [sum(layer < stage * self.layers_per_device for layer in layers) for stage in range(1, len(self.devices))]
+        return build_layout(lora, self.targets, cuts)
+
+    def _layers_of_targets(self) -> list[int]:
+        """The decoder layer of every target; the number of layers for the unembedding."""
+        return [int(found[1]) if (found := _LAYER.search(t.path)) else self.config.num_hidden_layers for t in self.targets]
+
+    def route(self, groups: Sequence[RowGroup | tuple]) -> Route:
+        """groups: disjoint row ranges in order with the adapter of each, as ``hidden`` takes them."""
+        return Route(groups, self.devices)
 
     @contextmanager
     def _routed(self, route: Route | None) -> Iterator[None]:
@@ -162,19 +235,19 @@ class BaseModel:
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing, groups: Sequence[RowGroup | tuple] | Route = ()
     ) -> torch.Tensor:
-        """tokens, positions [T] int64 on the model's device -> last hidden states [T, H], after the final norm.
+        """tokens, positions [T] int64 on the model's device -> last hidden states [T, H] after the final norm, on the last device.
 
         groups: disjoint row ranges in order with the adapter of each (RowGroup or the tuple of its first three fields); rows that no
         group names run the bare model. When a group has ``grad``, the result carries a graph whose backward writes it (Route.finish
         then clears the rest of it).
         """
-        with self._routed(groups if isinstance(groups, Route) else Route(groups, self.device)):
+        with self._routed(groups if isinstance(groups, Route) else self.route(groups)):
             out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
         return out.last_hidden_state.squeeze(0)
 
     def logits(self, hidden: torch.Tensor, groups: Sequence[RowGroup | tuple] = ()) -> torch.Tensor:
         """hidden [n, H], groups over those n rows -> float32 logits [n, V]. For sampling: no gradient."""
-        return self.head.logits(hidden, Route(groups).updates(self.head.path))
+        return self.head.logits(hidden, self.route(groups).updates(self.head.path))
 
     @torch.no_grad()
     def check(self) -> None:
@@ -183,7 +256,12 @@ class BaseModel:
         tokens = torch.arange(2 * n, device=self.device).remainder(self.vocab_size)
         positions = torch.arange(n, device=self.device).repeat(2)
         packing = Packing([n, n])
-        ours = torch.log_softmax(self.logits(self.hidden(tokens, positions, packing)), -1)
+        try:
+            ours = torch.log_softmax(self.logits(self.hidden(tokens, positions, packing)), -1)
+        except RuntimeError as problem:
+            if len(self.devices) == 1 or isinstance(problem, torch.OutOfMemoryError):
+                raise
+            raise UserError(f"model type {kind!r} cannot be spread over devices: {str(problem).splitlines()[0]}") from problem
         if packing.calls != self.config.num_hidden_layers:
             raise UserError(
                 f"model type {kind!r} is not supported: {packing.calls} of its {self.config.num_hidden_layers} layers use the attention "
@@ -202,6 +280,20 @@ class BaseModel:
         error = (ours - torch.log_softmax(torch.cat(theirs).float(), -1)).abs().max().item()
         if not error <= (1e-3 if self.dtype == torch.float32 else 0.5):
             raise UserError(f"model type {kind!r} is not supported: packed logprobs differ from transformers' by {error:.3g}")
+
+
+def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Hidden states over the border of two stages; in the backward, autograd brings their gradient the other way."""
+    return x.to(device)
+
+
+def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with every tensor in it changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_each(x, change) for x in value)
+    return {key: _each(x, change) for key, x in value.items()} if isinstance(value, dict) else value
 
 
 def _open_to_adapters(model: PreTrainedModel, router: Router) -> list[LoraTarget]:

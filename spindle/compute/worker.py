@@ -15,7 +15,7 @@ from spindle.compute.asked import Asked
 from spindle.compute.attention import Packing
 from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.head import HeadTask
-from spindle.compute.lora import MIN_ROWS, Route, RowGroup
+from spindle.compute.lora import MIN_ROWS, RowGroup
 from spindle.compute.model import BaseModel
 from spindle.errors import InvalidRequest, UserError
 from spindle.types import AdamParams, DimuonParams
@@ -88,8 +88,16 @@ def positions_of(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.arange(total, device=device) - torch.repeat_interleave(starts, counts, output_size=total)
 
 
+def _free_bytes(device: torch.device) -> float:
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 class DeviceWorker:
-    """model: this device's replica. Not for use by two threads at once, but sampling may use the model meanwhile.
+    """model: this thread's replica. Not for use by two threads at once, but sampling may use the model meanwhile. device: where tokens
+    enter, adapters lie and gradients come back; the first of a spread model's.
 
     activation_budget: bytes that a micro-batch may keep for its backward; one that needs more checkpoints its activations (about a
     third more time, the same bits). None: what is free on a GPU, no bound on a CPU. 0: always checkpoint.
@@ -107,13 +115,14 @@ class DeviceWorker:
         What a loss finds wrong with its own segment comes back as that result's ``error``; its neighbours are not touched.
         """
         model, device = self.model, self.device
-        tokens, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
+        last = model.devices[-1]  # of a spread model: hidden states, logprobs and losses are there
+        tokens, targets = batch.tokens.to(device, non_blocking=True), batch.targets.to(last, non_blocking=True)
         lengths, short = list(batch.lengths), MIN_ROWS - len(tokens)
         if short > 0:  # a row keeps its bits only from MIN_ROWS rows up: add a sequence that nobody asked for
             tokens = F.pad(tokens, (0, short))
             lengths.append(short)
         started = time.perf_counter()
-        tasks = [_Task(s, batch, device) for s in batch.segments]
+        tasks = [_Task(s, batch, last) for s in batch.segments]
         weights: dict[int, AdapterWeights] = {}
         groups = []
         for s in batch.segments:
@@ -125,7 +134,7 @@ class DeviceWorker:
         if backward:
             model.checkpoint_activations(len(tokens) * model.activation_bytes > self._budget())
         with torch.set_grad_enabled(backward):
-            route = Route(groups, device)
+            route = model.route(groups)
             hidden = model.hidden(tokens.long(), positions_of(lengths, device), Packing(lengths), route)
         updates = {u.start: u for u in route.updates(model.head.path)}
         asked = Asked.of(batch)
@@ -149,11 +158,8 @@ class DeviceWorker:
     def _budget(self) -> float:
         if self.activation_budget is not None:
             return self.activation_budget
-        if self.device.type != "cuda":
-            return float("inf")
-        free, _ = torch.cuda.mem_get_info(self.device)
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return 0.8 * (free + cached)
+        # A stage keeps its layers' share of a micro-batch, and as many micro-batches as there are stages may be under way: the two cancel.
+        return min(0.8 * _free_bytes(device) for device in self.model.devices)
 
     def accumulate(self, adapter: Adapter, grad: torch.Tensor) -> None:
         """Add a segment's flat gradient to the adapter's, which takes ``grad`` over when it is the first."""

@@ -2,7 +2,8 @@
 
 A prompt's keys and values lie in a PromptKV, written once by prefill and shared from then on. A running sample owns one row of a
 Bank; a bank holds rows of one capacity, the powers of two, so that a decode step is one attention call per bank and layer and wastes
-at most half of what it reads. Rows 0..count-1 of a bank are always in use: a removed row is filled by the last one.
+at most half of what it reads. Rows 0..count-1 of a bank are always in use: a removed row is filled by the last one. Keys and values of a
+layer lie on the device that the layer lies on.
 """
 
 from __future__ import annotations
@@ -121,41 +122,45 @@ class DecodeRows:
     """One new token for every row of a bank. rows: [count], where each stands in the packed batch; positions: [count] of the new tokens."""
 
     bank: Bank
-    rows: torch.Tensor
-    positions: torch.Tensor
+    rows: np.ndarray
+    positions: np.ndarray
     longest: int  # tokens of the longest row, the new one included
     in_order: bool  # the packed batch is these rows, in this order
-    numbers: torch.Tensor  # arange(count)
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    indices: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # of every device that a layer lies on
+    masks: dict[tuple[int | None, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, bank: Bank, rows: np.ndarray, positions: np.ndarray, total: int, device: torch.device) -> DecodeRows:
-        n = bank.count
-        in_order = n == total and bool((rows == np.arange(n)).all())
-        numbers = torch.arange(n, device=device)
-        rows_there, positions_there = torch.from_numpy(rows).to(device), torch.from_numpy(positions).to(device)
-        return cls(bank, rows_there, positions_there, int(positions.max()) + 1, in_order, numbers)
+    def of(cls, bank: Bank, rows: np.ndarray, positions: np.ndarray, total: int) -> DecodeRows:
+        in_order = bank.count == total and bool((rows == np.arange(bank.count)).all())
+        return cls(bank, rows, positions, int(positions.max()) + 1, in_order)
 
-    def mask(self, window: int | None) -> torch.Tensor:
+    def index(self, device: torch.device) -> torch.Tensor:
+        """[3, count] int64: rows, positions, and 0, 1, …"""
+        if device not in self.indices:
+            self.indices[device] = torch.from_numpy(np.stack([self.rows, self.positions, np.arange(len(self.rows))])).to(device)
+        return self.indices[device]
+
+    def mask(self, window: int | None, device: torch.device) -> torch.Tensor:
         """[count, 1, 1, longest] bool, the same for every layer of a window."""
-        mask = self.masks.get(window)
+        mask = self.masks.get((window, device))
         if mask is None:
-            key_at = torch.arange(self.longest, device=self.rows.device)
-            query_at = self.positions[:, None, None, None]
+            key_at = torch.arange(self.longest, device=device)
+            query_at = self.index(device)[1][:, None, None, None]
             mask = key_at <= query_at
             if window is not None:
                 mask &= key_at > query_at - window
-            self.masks[window] = mask
+            self.masks[window, device] = mask
         return mask
 
     def attend(self, layer, q, k, v, scale, window, softcap) -> torch.Tensor:
         """q [count, H, D], k and v [count, Hkv, D] in bank order -> [count, H, D]."""
         n, kv_heads, bank = self.bank.count, k.shape[1], self.bank
-        bank.keys[layer][self.numbers, :, self.positions] = k
-        bank.values[layer][self.numbers, :, self.positions] = v
+        _, positions, numbers = self.index(q.device)
+        bank.keys[layer][numbers, :, positions] = k
+        bank.values[layer][numbers, :, positions] = v
         keys, values = bank.keys[layer][:n, :, : self.longest], bank.values[layer][:n, :, : self.longest]
         q = q.reshape(n, kv_heads, -1, q.shape[-1])  # the query heads of one key head, as if they were rows
-        mask = self.mask(window)
+        mask = self.mask(window, q.device)
         if softcap is None:
             mask = mask.expand(n, 1, q.shape[2], self.longest)
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).reshape(n, -1, values.shape[-1])
@@ -176,7 +181,8 @@ class StepCache:
             return self._decode[0].attend(layer, q, k, v, scale, window, softcap)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         for part in self._decode:
-            out[part.rows] = part.attend(layer, q[part.rows], k[part.rows], v[part.rows], scale, window, softcap)
+            rows = part.index(q.device)[0]
+            out[rows] = part.attend(layer, q[rows], k[rows], v[rows], scale, window, softcap)
         for prompt, start, stop in self._prompts:
             keys, values = prompt.write(layer, k[start:stop], v[start:stop])
             out[start:stop] = attend(q[None, start:stop].transpose(1, 2), keys, values, scale, window, softcap)[0].transpose(0, 1)

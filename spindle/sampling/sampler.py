@@ -321,7 +321,7 @@ class Sampler:
         row_of = np.zeros(len(slots.owner), np.int64)
         row_of[decode] = decode_rows
         banks = [
-            DecodeRows.of(bank, row_of[at := bank.slots[: bank.count]], slots.position[at], total, device)
+            DecodeRows.of(bank, row_of[at := bank.slots[: bank.count]], slots.position[at], total)
             for bank in self._banks.values()
             if bank.count
         ]

@@ -50,11 +50,13 @@ class Work:
 
 
 class Scheduler:
-    """Thread-safe. ``devices`` is how many device threads pull work."""
+    """Thread-safe. ``devices`` is how many device threads pull work. ``per_group``: so many adjacent ones serve one group of devices, and
+    what is at home with one of them may run on each."""
 
-    def __init__(self, config: SchedulerConfig, devices: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, devices: int = 1, per_group: int = 1) -> None:
         self.config = config
         self.devices = devices
+        self.per_group = per_group
         self._lock = threading.Lock()
         self._work_ready = [threading.Condition(self._lock) for _ in range(devices)]
         self._io_ready = threading.Condition(self._lock)
@@ -230,7 +232,11 @@ class Scheduler:
         return operation.started
 
     def _may_run(self, queue: AdapterQueue, device: int) -> bool:
-        return queue.block_available() and (device == queue.home or len(queue.ready[0].blocks) > 1)
+        return queue.block_available() and (device in self._at_home(queue) or len(queue.ready[0].blocks) > 1)
+
+    def _at_home(self, queue: AdapterQueue) -> range:
+        first = queue.home // self.per_group * self.per_group
+        return range(first, first + self.per_group)
 
     def _hand_out(self, queue: AdapterQueue) -> Block | None:
         item = queue.ready[0]
@@ -339,7 +345,7 @@ class Scheduler:
                 self._operations[queue.home].append(item)
                 self._work_ready[queue.home].notify()
         elif queue.block_available():
-            devices = self._all_devices if len(queue.ready[0].blocks) > 1 else (queue.home,)
+            devices = self._all_devices if len(queue.ready[0].blocks) > 1 else self._at_home(queue)
             self._rings.list_work(self._clients[queue.client], queue, devices)
             for device in devices:
                 self._work_ready[device].notify()
