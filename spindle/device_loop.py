@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from typing import Any
+from collections import deque
 
 import torch
 
 from spindle.compute.batch import MicroBatch
 from spindle.executor import Executor
 from spindle.sampling import Sampler
-from spindle.scheduler import Item, Scheduler
+from spindle.scheduler import Item, Scheduler, Work
 from spindle.threads import join_all
 
 logger = logging.getLogger("spindle")
@@ -51,14 +50,11 @@ class DeviceLoop:
         self.busy_s = 0.0
         self.sampling_s = 0.0
         self._cpu_threads = cpu_threads
-        self._filled: queue.SimpleQueue[Any] = queue.SimpleQueue()  # jobs, then StopIteration
+        self._filled: deque[MicroBatch | list[Item]] = deque()  # what the second thread has prepared: at most one
         self._room = threading.Semaphore(1)  # one micro-batch may lie ready beside the one that runs
-        self._ready: MicroBatch | None = None  # taken from _filled and overtaken
-        self._overtaken = 0
+        self._overtaken = 0  # jobs that ran before the one that lies ready
         self._threads = [threading.Thread(target=self._run, name=f"spindle-device-{index}", daemon=True)]
-        self._next = self._next_direct
         if prefetch:
-            self._next = self._next_filled
             self._threads.append(threading.Thread(target=self._feed, name=f"spindle-feed-{index}", daemon=True))
 
     def start(self) -> None:
@@ -67,10 +63,7 @@ class DeviceLoop:
 
     def wake(self) -> None:
         """The sampler has new work."""
-        if self._next == self._next_filled:
-            self._filled.put(None)
-        else:
-            self.scheduler.wake(self.index)
+        self.scheduler.wake(self.index)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads after the scheduler is closed. False when they did not end in time."""
@@ -101,46 +94,46 @@ class DeviceLoop:
             if self.sampler is not None:
                 self.sampler.close()
 
-    def _next_direct(self, wait: bool) -> Job:
+    def _next(self, wait: bool) -> Job:
+        """What lies ready, or what comes: on an idle device this very thread fills it. Raises StopIteration at the end."""
+        if self._filled:
+            return self._ready_or_overtaking()
         work = self.scheduler.next_work(self.index, None if wait else 0.0)
-        if work is None:
-            if self.scheduler.closed:
-                raise StopIteration
+        if work is not None:
+            return self._job(work)
+        if self.scheduler.closed and not join_all(self._threads[1:], 0.01):  # the second thread may be about to hand over its last
             return None
+        if self.scheduler.closed and not self._filled:
+            raise StopIteration
+        return None
+
+    def _job(self, work: Work) -> Job:
         return self.executor.fill(work.blocks) if work.blocks else work.operations
 
-    def _next_filled(self, wait: bool) -> Job:
-        job: Any = self._ready
-        while job is None:
-            try:
-                job = self._filled.get(block=wait)
-            except queue.Empty:
-                return None
-            wait = False  # woken for sampling, perhaps many times over: look whether something lies behind that
-        if job is StopIteration:
-            raise StopIteration
-        if isinstance(job, MicroBatch):
-            if self._overtaken < OVERTAKE:
-                other = self.scheduler.overtaking_work(self.index, [segment.tag.item for segment in job.segments])
-                if other is not None:
-                    self._ready, self._overtaken = job, self._overtaken + 1
-                    return self.executor.fill(other.blocks) if other.blocks else other.operations
-            self._ready, self._overtaken = None, 0
+    def _ready_or_overtaking(self) -> Job:
+        job = self._filled[0]
+        if isinstance(job, MicroBatch) and self._overtaken < OVERTAKE:
+            other = self.scheduler.overtaking_work(self.index, [segment.tag.item for segment in job.segments])
+            if other is not None:
+                self._overtaken += 1
+                return self._job(other)
+        self._overtaken = 0
+        self._filled.popleft()
         self._room.release()
         return job
 
     def _feed(self) -> None:
         while True:
             self._room.acquire()
-            work = self.scheduler.next_work(self.index)
+            work = self.scheduler.next_work(self.index, ahead=True)
             if work is None:
-                self._filled.put(StopIteration)
                 return
-            job = self.executor.fill(work.blocks) if work.blocks else work.operations
+            job = self._job(work)
             if job:
-                self._filled.put(job)
+                self._filled.append(job)
             else:
                 self._room.release()
+            self.scheduler.prepared(self.index)
 
     def _sample(self, sampler: Sampler, trained_s: float) -> None:
         """At least one sampling step, then more until sampling had its share beside the micro-batch that just ran."""

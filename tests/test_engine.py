@@ -530,6 +530,32 @@ def test_a_prefetched_micro_batch_is_overtaken_by_another_client(model, monkeypa
         assert ran.index(small.model_id) == 1, ran
 
 
+def test_an_idle_device_fills_for_itself_and_a_busy_one_has_it_done(model, monkeypatch):
+    """No second thread stands between a small request and an idle device; behind one that runs, the next is prepared meanwhile."""
+    with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:
+        adapter = engine.create_adapter(rank=4, seed=1)
+        executor = engine._loops[0].executor
+        fill, run, fillers = executor.fill, executor.run, []
+
+        def told(blocks):
+            fillers.append(threading.current_thread().name)
+            return fill(blocks)
+
+        def slow(batch):
+            deadline = time.monotonic() + 10
+            while len(fillers) < 2 and time.monotonic() < deadline and len(batch.segments[0].tag.item.blocks) > 1:
+                time.sleep(0.005)
+            return run(batch)
+
+        monkeypatch.setattr(executor, "fill", told)
+        adapter.forward([datum(4)]).result(60)
+        assert fillers == ["spindle-device-0"]
+        fillers.clear()
+        monkeypatch.setattr(executor, "run", slow)
+        adapter.forward([datum(16, seed=i) for i in range(3)]).result(60)
+        assert fillers[:2] == ["spindle-device-0", "spindle-feed-0"]
+
+
 def test_optimizer_settings_of_the_wrong_type_fail_alone(engine):
     adapter, other = engine.create_adapter(rank=4, seed=1), engine.create_adapter(rank=4, seed=1)
     with pytest.raises(InvalidRequest, match="optim_step: got dict for an adapter created with the adamw optimizer"):

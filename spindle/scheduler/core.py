@@ -59,6 +59,9 @@ class Scheduler:
         self.per_group = per_group
         self._lock = threading.Lock()
         self._work_ready = [threading.Condition(self._lock) for _ in range(devices)]
+        self._ahead_ready = [threading.Condition(self._lock) for _ in range(devices)]
+        self._idle = [False] * devices  # its own thread waits for work and has not been told of any
+        self._preparing = [False] * devices  # the thread that works ahead has taken work and not yet handed it over
         self._io_ready = threading.Condition(self._lock)
         self._all_devices = range(devices)
         self._rings = Rings(devices, config.quantum_tokens or max(1, config.token_budget // 4))
@@ -134,7 +137,7 @@ class Scheduler:
                 queue.forget_answered()
             if queue.gap_deadline is not None and queue.gap_deadline != had_gap:
                 self._gaps.append((queue.gap_deadline, queue))
-                self._work_ready[0].notify()  # device 0 keeps the clock of the gaps
+                self._tell(0)  # device 0 keeps the clock of the gaps
             self._advance(queue)
         item.future.add_done_callback(lambda future: self._cancelled(item) if future.cancelled() else None)
         return item.future
@@ -167,25 +170,38 @@ class Scheduler:
 
     # --- out ------------------------------------------------------------------------------------------------------
 
-    def next_work(self, device: int, timeout_s: float | None = None) -> Work | None:
+    def next_work(self, device: int, timeout_s: float | None = None, ahead: bool = False) -> Work | None:
         """What ``device`` does next; waits for work. None when the timeout passed or the scheduler is closed and drained; empty
-        work when ``wake`` was called."""
+        work when ``wake`` was called.
+
+        ahead: for a second thread that prepares work while the device's own is busy; it hears of new work only then. Until it says
+        ``prepared`` the device's own gets nothing, since what is being prepared comes first.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:
                 now = time.monotonic()
                 doomed = self._expire_gaps(now)
                 if not doomed:
-                    work = self._take(device)
+                    work = None if self._preparing[device] else self._take(device)
                     if work is not None:
+                        self._preparing[device] = ahead
+                        if not ahead and self._rings.rings[device]:
+                            self._ahead_ready[device].notify()
                         return work
-                    if self._woken[device]:
+                    if self._woken[device] and not ahead:
                         self._woken[device] = False
                         return Work()
                     if self._closed or (deadline is not None and now >= deadline):
                         return None
                     waits = [t for t in (deadline, self._gaps[0][0] if self._gaps and device == 0 else None) if t is not None]
-                    self._work_ready[device].wait(max(0.0, min(waits) - now) if waits else None)
+                    longest = max(0.0, min(waits) - now) if waits else None
+                    if ahead:
+                        self._ahead_ready[device].wait(longest)
+                    else:
+                        self._idle[device] = True
+                        self._work_ready[device].wait(longest)
+                        self._idle[device] = False
             for item, error in doomed:
                 item.future.fail(error)
 
@@ -200,6 +216,20 @@ class Scheduler:
         with self._lock:
             self._woken[device] = True
             self._work_ready[device].notify()
+
+    def prepared(self, device: int) -> None:
+        """What ``next_work(ahead=True)`` gave lies ready for the device's own thread."""
+        with self._lock:
+            self._preparing[device] = False
+        self.wake(device)
+
+    def _tell(self, device: int) -> None:
+        """There is work: for the device's thread if it waits, else for the one that works ahead."""
+        if self._idle[device]:
+            self._idle[device] = False
+            self._work_ready[device].notify()
+        else:
+            self._ahead_ready[device].notify()
 
     @property
     def closed(self) -> bool:
@@ -343,12 +373,12 @@ class Scheduler:
                 self._io_ready.notify()
             else:
                 self._operations[queue.home].append(item)
-                self._work_ready[queue.home].notify()
+                self._tell(queue.home)
         elif queue.block_available():
             devices = self._all_devices if len(queue.ready[0].blocks) > 1 else self._at_home(queue)
             self._rings.list_work(self._clients[queue.client], queue, devices)
             for device in devices:
-                self._work_ready[device].notify()
+                self._tell(device)
 
     def _expire_gaps(self, now: float) -> list[tuple[Item, InvalidRequest]]:
         """Give up gaps whose time is over. The errors are for the caller to hand out, once the lock is free: callbacks may come back."""
@@ -377,7 +407,7 @@ class Scheduler:
                 operations.clear()
             for item in doomed:
                 item.failed = True
-            for condition in (*self._work_ready, self._io_ready):
+            for condition in (*self._work_ready, *self._ahead_ready, self._io_ready):
                 condition.notify_all()
         for item in doomed:
             item.future.fail(EngineClosed("the engine was closed before this request ran"))
