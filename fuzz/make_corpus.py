@@ -17,6 +17,8 @@ def bodies() -> dict[str, bytes]:
     wide = np.array([[0, 3, 0], [0, 0, 0], [7, 0, 9]])
     few = np.zeros((40, 3), int)
     few[[7, 39]] = [[0, 5, 0], [4, 0, 6]]
+    zeros = np.zeros((120, 3), int)  # whole blocks of them around what is not
+    zeros[[60, 61]] = [[0, 5, 0], [4, 0, 6]]
     split = simple(2)
     split.model_input.add().encoded_text.tokens = np.array([4, 5], "<i4").tobytes()
     spans = text_datum([1, 2], target_tokens=dense([2, 3]))
@@ -32,6 +34,8 @@ def bodies() -> dict[str, bytes]:
         "dense": body(simple(4), simple(1)),
         "csr": body(text_datum([1, 2, 3], target_tokens=csr(wide), weights=csr(wide / 2))),
         "csr_few": body(text_datum(range(40), target_tokens=csr(few), weights=csr(few / 2))),
+        "csr_flat": body(text_datum(range(120), target_tokens=csr(zeros), weights=dense(-zeros / 2))),
+        "dense_zeros": body(text_datum(range(120), target_tokens=dense(zeros), weights=dense(zeros / 2))),
         "dense_wide": body(text_datum([1, 2, 3], target_tokens=dense(wide), weights=dense(wide / 2))),
         "unsorted": body(text_datum([1, 2], target_tokens=raw_csr([5, 6, 7], [0, 2, 3], [1, 0, 1], [2, 2]))),
         "chunks": body(split),
