@@ -16,6 +16,7 @@ __all__ = ["Receiving", "Reservation", "Strict", "decode", "numbers", "read_body
 
 T = TypeVar("T")
 SLICE_BYTES = 64 << 10  # of a JSON array, decoded at once
+LARGE_BYTES = 1 << 20  # a body that declares as much is written where it will stay as it comes; others are joined at their end
 DRAIN_FACTOR = 4  # an over-long body is read on (and thrown away) to this many times the limit, so that its sender sees the answer
 
 
@@ -60,13 +61,16 @@ class Reservation:
         self._nbytes = 0
 
 
-async def read_body(request: Request, limit: int, idle_timeout_s: float, room: Reservation) -> bytes:
+async def read_body(request: Request, limit: int, idle_timeout_s: float, room: Reservation) -> bytes | memoryview:
     """The whole body. Raises MalformedBody past ``limit`` bytes, or when nothing arrives for ``idle_timeout_s``; Overloaded, before
     anything is read when the length is declared, when ``room`` has none for it."""
     declared = request.headers.get("content-length", "")
     too_long = declared.isdigit() and int(declared) > limit
+    whole: np.ndarray | None = None
     if declared.isdigit() and not too_long:
         room.grow(int(declared))
+        if int(declared) >= LARGE_BYTES:
+            whole = np.empty(int(declared), np.uint8)  # memory is taken as it is written to; numpy asks for huge pages
     parts: list[bytes] = []
     size = 0
     stream = request.stream()
@@ -77,11 +81,13 @@ async def read_body(request: Request, limit: int, idle_timeout_s: float, room: R
             if part is None:
                 break
             size += len(part)
-            too_long = too_long or size > limit
+            too_long = too_long or size > (limit if whole is None else len(whole))
             if too_long:
                 parts.clear()
                 if size > DRAIN_FACTOR * limit:
                     break
+            elif whole is not None:
+                whole[size - len(part) : size] = np.frombuffer(part, np.uint8)
             elif part:
                 room.grow(size)
                 parts.append(part)
@@ -91,6 +97,8 @@ async def read_body(request: Request, limit: int, idle_timeout_s: float, room: R
         raise MalformedBody(f"the connection closed after {size} bytes of the body") from None
     if too_long:
         raise MalformedBody(f"the body has {declared or f'more than {limit}'} bytes, at most {limit} are allowed")
+    if whole is not None:
+        return whole[:size].data
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -99,7 +107,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def decode(kind: type[T], body: bytes) -> T:
+def decode(kind: type[T], body: bytes | memoryview) -> T:
     """Raises MalformedBody when it is not JSON, InvalidRequest naming the field when it is not a ``kind``."""
     try:
         return _decoder(kind).decode(body)  # type: ignore[arg-type]

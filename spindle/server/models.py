@@ -78,7 +78,7 @@ def begin_model(
     call: Call,
     session: LiveSession,
     model_seq_id: int,
-    body: bytes,
+    body: bytes | memoryview,
     make: Any,
     base_model: str,
     optimizer_config: dict[str, Any],

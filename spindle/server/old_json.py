@@ -97,7 +97,7 @@ class JsonRequest(msgspec.Struct):
     forward_input: JsonTraining | None = None
 
 
-def training_body(body: bytes, forward_only: bool) -> bytes:
+def training_body(body: bytes | memoryview, forward_only: bool) -> bytes:
     """The protobuf twin of a JSON body. Raises MalformedBody, or InvalidRequest carrying model_id and seq_id when it names them."""
     address = decode(Address, body)
     if address.seq_id is not None:

@@ -42,7 +42,7 @@ async def submit_in_order(
     operation: Callable[[LiveModel, T], Operation],
     answer: Callable[[LiveModel, T, Any], Answer],
     name: str,
-    body: bytes | None = None,
+    body: bytes | memoryview | None = None,
     on_settled: Callable[[Entry], None] | None = None,
     slow_answer: bool = False,
 ) -> Entry:
@@ -76,7 +76,7 @@ async def submit_in_order(
     return server.futures.add(request_id, call.owner, model.model_id, future, finish, digest, name, on_settled, model_id=model.model_id)
 
 
-def _read(kind: type[T], body: bytes) -> tuple[str, int, bytes, T | UserError]:
+def _read(kind: type[T], body: bytes | memoryview) -> tuple[str, int, bytes, T | UserError]:
     """model_id, seq_id, digest of the body, and the request or what is wrong with it. Raises when it names no model and seq_id."""
     address = decode(Address, body)
     seq_id = checked_seq_id(address.seq_id)

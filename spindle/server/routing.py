@@ -37,7 +37,7 @@ class Call:
     owner: str
     room: Reservation  # for the body, until the call is answered
 
-    async def body(self, limit: int | None = None) -> bytes:
+    async def body(self, limit: int | None = None) -> bytes | memoryview:
         """The whole body; ``limit``: bytes it may have, by default what a request without tensors needs."""
         settings = self.server.settings
         limit = limit or min(settings.max_plain_json_bytes, settings.max_json_bytes)
@@ -46,7 +46,7 @@ class Call:
     async def json(self, kind: type[T]) -> T:
         return await self.decode(kind, await self.body())
 
-    async def decode(self, kind: type[T], body: bytes) -> T:
+    async def decode(self, kind: type[T], body: bytes | memoryview) -> T:
         """``decode``, in a thread when the body is not small."""
         return await self.off_loop(len(body), decode, kind, body)
 

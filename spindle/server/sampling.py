@@ -155,7 +155,7 @@ async def asample(call: Call) -> Response:
     return acknowledge(entry)
 
 
-def _read_sample(body: bytes) -> tuple[Sample, bytes, np.ndarray, TensorData | None]:
+def _read_sample(body: bytes | memoryview) -> tuple[Sample, bytes, np.ndarray, TensorData | None]:
     """The request, the digest of its body, its prompt [n] int64 and what it asks of the prompt's targets."""
     request = decode(Sample, body)
     target = request.target_prompt_logprobs

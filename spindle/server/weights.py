@@ -178,7 +178,7 @@ def training_checkpoint(call: Call, request: Load) -> CheckpointRow:
     return call.server.readable(request.path, call.owner, request.weights_access_token)
 
 
-def create_from_checkpoint(call: Call, request: Load, body: bytes) -> Response:
+def create_from_checkpoint(call: Call, request: Load, body: bytes | memoryview) -> Response:
     """A model whose first request is a load: its shape comes from the checkpoint."""
     if request.model_seq_id is None or request.model_id is not None:
         raise InvalidRequest("with session_id give model_seq_id and no model_id: the load creates the model")
