@@ -124,10 +124,10 @@ class Engine:
         free on a GPU, no bound on a CPU.
     adapter_device_bytes, adapter_host_bytes: budgets past which idle adapters are paged out, to host memory, then disk (``AdapterPool``).
     unlisted_logprobs: "skip" answers 0 for a cell that a request's sparse inputs (target_tokens, weights and whatever else its loss
-        reads) do not list, and so spares its row the unembedding. Losses, gradients and listed logprobs keep their bits as long as the head
-        runs in one chunk. A request with a dense input, and a custom loss, are computed whole either way. A classifier's sequence of 1,631 tokens
-        with one labelled row took 1 / 1.19 of the time forward_backward, 1 / 1.33 forward (8 layers of 512, vocabulary 32,000, one core;
-        ``make bench NAME=unlisted``); the share of the unembedding in the model decides.
+        reads) do not list, and so spares its row the unembedding. Losses, gradients and listed logprobs keep their bits as long as the
+        head runs in one chunk. A request with a dense input, and a custom loss, are computed whole either way. A classifier's sequence
+        of 1,631 tokens with one labelled row took 1 / 1.19 of the time forward_backward, 1 / 1.33 forward (8 layers of 512, vocabulary
+        32,000, one core; ``make bench NAME=unlisted``); the share of the unembedding in the model decides.
     sampler: what samples, "spindle" or, where it is installed, "vllm"; sampler_options: further arguments of its class.
 
     Every method that changes an adapter is thread-safe and returns a ``spindle.Future``: block with ``.result()`` or ``await`` it.
