@@ -17,10 +17,12 @@ from tinker import types
 from tinker.lib.public_interfaces.rest_client import RestClient
 from transformers import AutoModelForCausalLM
 
+from spindle.errors import NotFound
 from spindle.server import ServerSettings, running
 from tests.server.conftest import NAME
 from tests.server.test_sdk import adam, datum
 from tests.server.wire import Wire
+from tests.server.wire import datum as wire_datum
 
 KEY = "tml-test-key"
 
@@ -108,6 +110,29 @@ def test_a_finished_session_is_over(url):
     assert wire.post("/session_heartbeat", json={"session_id": session_id}).status_code == 410
     assert wire.post("/session_heartbeat", json={"session_id": "unknown"}).status_code == 404
     assert wire.post("/get_info", json={"model_id": training.model_id}).status_code == 404
+
+
+def test_an_unloaded_model_is_out_of_memory_and_still_listed(url, rest, engine):
+    wire = Wire(url)
+    model, other = wire.model(), wire.model()
+    waiting = wire.train(model, 2, [wire_datum(4)])
+    assert wire.result(wire.ok("unload_model", model_id=model)) == {"model_id": model, "type": "unload_model"}
+    assert "was unloaded before this request ran" in wire.failure(waiting)
+    with pytest.raises(NotFound):
+        engine.resident(model)
+    assert "is no longer in memory" in wire.refused("optim_step", 404, model_id=model, seq_id=3, adam_params={})
+    assert rest.get_training_run(model).result().training_run_id == model
+    assert wire.result(wire.train(other, 1, [wire_datum(4)])).loss > 0
+
+
+def test_small_endpoints_that_every_client_asks(url):
+    wire = httpx.Client(base_url=f"{url}/api/v1")
+    assert wire.get("/healthz").json() == {"status": "ok"}
+    names = [model["model_name"] for model in wire.get("/get_server_capabilities").json()["supported_models"]]
+    assert NAME in names and "spindle/alias" in names
+    told = wire.post("/client/dynamic_config", json={"sdk_version": "0.38.0"}).json()
+    assert told["sample_cancel_enabled"] is True and told["refresh_interval_sec"] > 0
+    assert wire.post("/telemetry", json={"events": [{"event": "SESSION_START"}]}).json() == {"status": "accepted"}
 
 
 def test_an_archive_holds_the_files_of_the_checkpoint(url, training, engine):
