@@ -101,7 +101,7 @@ def self_check() -> list[tuple[str, bool, str]]:
     with Engine(base, devices=["cpu", "cpu"], layers_per_device=1) as engine:
         spread = engine.create_adapter(rank=8, seed=0).forward(data, "cross_entropy").result()
         error = max(np.abs(got["logprobs"] - want).max() for got, want in zip(spread.loss_fn_outputs, expected, strict=True))
-        checks.append(("and do so when it is spread over two devices", bool(error < 1e-4), f"largest difference {error:.1e}"))
+        checks.append(("those of a model spread over two devices do too", bool(error < 1e-4), f"largest difference {error:.1e}"))
     return checks
 
 
