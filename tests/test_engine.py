@@ -547,11 +547,17 @@ def test_an_idle_device_fills_for_itself_and_a_busy_one_has_it_done(model, monke
                 time.sleep(0.005)
             return run(batch)
 
+        def when_idle():
+            while not engine.scheduler._idle[0]:
+                time.sleep(0.005)
+
         monkeypatch.setattr(executor, "fill", told)
+        when_idle()
         adapter.forward([datum(4)]).result(60)
         assert fillers == ["spindle-device-0"]
         fillers.clear()
         monkeypatch.setattr(executor, "run", slow)
+        when_idle()
         adapter.forward([datum(16, seed=i) for i in range(3)]).result(60)
         assert fillers[:2] == ["spindle-device-0", "spindle-feed-0"]
 
