@@ -27,10 +27,9 @@ VOCAB, RANK = 32_000, 32
 HEAD_ROWS, HEAD_VOCAB, HEAD_WIDTH = 2048, 151_936, 256
 
 
-def qwen3(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """Qwen3-like, 8 layers of width 512, vocabulary 32,000, random weights."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+def qwen3_config(**overrides: object) -> Qwen3Config:
+    """Qwen3-like, 8 layers of width 512, vocabulary 32,000."""
+    shape = dict(
         vocab_size=VOCAB,
         hidden_size=512,
         intermediate_size=1536,
@@ -41,7 +40,13 @@ def qwen3(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return Qwen3Config(**(shape | overrides))
+
+
+def qwen3(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """That shape with random weights."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(qwen3_config(), dtype=dtype).eval()
 
 
 def adapter_for(base: BaseModel, seed: int = 0, rank: int = RANK) -> Adapter:

@@ -22,21 +22,10 @@ CONTEXT = 4096
 
 def tiny_model():
     """One layer of width 32: compute stays small beside the path."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.tiny import tiny_llama
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        pad_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    width = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return tiny_llama(vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=CONTEXT, **width)
 
 
 def serve_spindle(port: int, store: str) -> None:

@@ -17,7 +17,8 @@ import pytest
 import servers
 import tinker
 import torch
-from transformers import PreTrainedModel, Qwen3Config
+from engine_cases import qwen3_config
+from transformers import PreTrainedModel
 
 import spindle
 from spindle.compute.model import BaseModel
@@ -32,20 +33,7 @@ SERIAL = 4  # samples timed one at a time; their throughput is the rival
 
 def model() -> PreTrainedModel:
     """The same weights each time."""
-    config = Qwen3Config(
-        vocab_size=32_000,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=2048,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=None,
-    )
-    return build(config)
+    return build(qwen3_config(bos_token_id=0, eos_token_id=1, pad_token_id=None))
 
 
 @pytest.fixture(scope="module")
