@@ -1,6 +1,6 @@
 """What was submitted and its answer: request id -> future, long polls woken by events, memory bounded.
 
-Lives on the server's event loop; only ``_finished`` runs in the thread that completes the engine's future.
+Lives on the server's event loop; only ``_finished`` runs elsewhere: in the thread that completes the engine's future, or one named for it.
 """
 
 from __future__ import annotations
@@ -110,9 +110,10 @@ class Registry:
         digest: bytes | None = None,
         kind: str = "",
         on_settled: Callable[[Entry], None] | None = None,
+        thread: concurrent.futures.Executor | None = None,
         **ack: Any,
     ) -> Entry:
-        """Register a future. ``answer`` makes the bytes from its result, in the thread that completes it."""
+        """Register a future. ``answer`` makes the bytes from its result, in ``thread`` or else in the one that completes it."""
         try:
             self.check_room()
         except Overloaded:
@@ -123,7 +124,17 @@ class Registry:
         self._forget(self._entries.get(request_id))
         self._gone.pop(request_id, None)
         self._entries[request_id] = entry
-        future.add_done_callback(lambda done: self._finished(entry, done, answer))
+
+        def finished(done: concurrent.futures.Future) -> None:
+            try:
+                if thread is not None:
+                    thread.submit(self._finished, entry, done, answer)
+                    return
+            except RuntimeError:  # it has shut down
+                pass
+            self._finished(entry, done, answer)
+
+        future.add_done_callback(finished)
         return entry
 
     def _finished(self, entry: Entry, future: concurrent.futures.Future, answer: Callable[[Any], Answer]) -> None:

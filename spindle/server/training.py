@@ -47,11 +47,12 @@ async def forward(call: Call) -> Response:
 
 
 async def train(call: Call, nbytes: int, scan: Callable[[], Any]) -> Response:
-    """Scan, queue, answer with the future. Small bodies are scanned here, the others in a thread (without the GIL)."""
+    """Scan, queue, answer with the future. Small bodies are scanned here and answered by the device's thread; others have threads."""
     server = call.server
     server.futures.check_room()
+    thread = server.scanners if nbytes >= server.settings.inline_scan_bytes else None
     try:
-        request = scan() if nbytes < server.settings.inline_scan_bytes else await server.loop.run_in_executor(server.scanners, scan)
+        request = scan() if thread is None else await server.loop.run_in_executor(thread, scan)
     except InvalidRequest as error:
         if not error.model_id or error.seq_id < 1:
             raise
@@ -73,6 +74,7 @@ async def train(call: Call, nbytes: int, scan: Callable[[], Any]) -> Response:
             future,
             functools.partial(_training_answer, curve, tokens),
             kind="forward_backward",
+            thread=thread,  # a device does not wait while a large answer is written
             model_id=model.model_id,
         )
     return acknowledge(entry)
