@@ -1,15 +1,17 @@
 // One input to the codec's ways in. The first byte chooses; the rest is the body.
 //
 // Besides the sanitizers, it holds the codec to what must be true of every input: a plain body and its zstd twin give the same
-// fingerprint or the same error, filling an accepted request writes every cell, and peek agrees with scan.
+// fingerprint or the same error, filling an accepted request writes every cell, listed cells lie in it, and peek agrees with scan.
 #include <zstd.h>
 
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "cells.hpp"
 #include "errors.hpp"
 #include "fill.hpp"
 #include "request.hpp"
@@ -84,12 +86,38 @@ void fill_everything(const Request& request) {
         for (const float value : column) MUST(value == 0 && !std::signbit(value));
 }
 
+// Which cells are listed, and every input laid over the targets' cells.
+void ask_of_cells(const Request& request) {
+    int64_t cells = 0;
+    std::vector<int64_t> indices;
+    for (const Datum& datum : request.datums()) {
+        cells += cells_of(datum);
+        indices.push_back(static_cast<int64_t>(indices.size()));
+    }
+    std::vector<int64_t> names;
+    for (size_t name = 0; name < request.names().size(); ++name) names.push_back(static_cast<int64_t>(name));
+    int64_t before = -1;
+    for (const int64_t cell : listed_cells(request, indices.data(), indices.size(), names)) {
+        MUST(cell > before && cell < cells);
+        before = cell;
+    }
+    for (const int64_t name : names) {
+        try {
+            const std::vector<float> spread = spread_input(request, indices.data(), indices.size(), name);
+            MUST(static_cast<int64_t>(spread.size()) >= cells);
+            for (const float value : spread) MUST(value - value == 0);
+        } catch (const std::invalid_argument&) {
+        }
+    }
+}
+
 // What a scan came to: its fingerprint, or the error's text.
 std::string outcome(Bytes body, Encoding encoding, const Limits& limits) {
     try {
         const Request request = scan(body, encoding, limits);
         MUST(request.seq_id > 0 && request.num_tokens > 0);
         fill_everything(request);
+        ask_of_cells(request);
         return text("ok ", request.fingerprint.low, " ", request.fingerprint.high);
     } catch (const MalformedBody& error) {
         return text("malformed ", error.what());
