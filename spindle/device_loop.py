@@ -10,6 +10,7 @@ from collections import deque
 import torch
 
 from spindle.compute.batch import MicroBatch
+from spindle.errors import ServerError
 from spindle.executor import Executor
 from spindle.sampling import Sampler
 from spindle.scheduler import Item, Scheduler, Work
@@ -87,12 +88,17 @@ class DeviceLoop:
         except StopIteration:
             pass
         except BaseException:
-            logger.critical("device %d stopped on an unexpected error; the engine closes", self.index, exc_info=True)
-            self.scheduler.close()
+            self._stop()
             raise
         finally:
             if self.sampler is not None:
                 self.sampler.close()
+
+    def _stop(self) -> None:
+        """One of the threads came upon an error that nothing foresees: nobody may wait for what it held, and the other one must end."""
+        logger.critical("device %d stopped on an unexpected error; the engine closes", self.index, exc_info=True)
+        self.scheduler.close(ServerError("the engine stopped on an unexpected error while this request ran; its log says which"))
+        self._room.release()
 
     def _next(self, wait: bool) -> Job:
         """What lies ready, or what comes: on an idle device this very thread fills it. Raises StopIteration at the end."""
@@ -123,6 +129,13 @@ class DeviceLoop:
         return job
 
     def _feed(self) -> None:
+        try:
+            self._prepare()
+        except BaseException:
+            self._stop()
+            raise
+
+    def _prepare(self) -> None:
         while True:
             self._room.acquire()
             work = self.scheduler.next_work(self.index, ahead=True)

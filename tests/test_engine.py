@@ -671,3 +671,30 @@ def test_activations_past_their_budget_are_computed_again_with_the_same_bits(mod
             adapter.forward_backward([datum(20), datum(9, seed=2)]).result(60)
             grads.append(engine.resident(adapter.model_id).adapter.grads.clone())
     assert torch.equal(*grads)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("thread", "prefetch"), [("spindle-device", False), ("spindle-device", True), ("spindle-feed", True)])
+def test_a_thread_that_stops_on_an_error_that_nothing_foresees_leaves_nobody_waiting(model, monkeypatch, thread, prefetch):
+    """What ran fails too, and the other thread of the device ends."""
+    with spindle.Engine(model, devices=["cpu"], prefetch=prefetch, scheduler=SchedulerConfig(token_budget=8)) as engine:
+        adapters = [engine.create_adapter(rank=1, seed=1) for _ in range(2)]
+        executor = engine._loops[0].executor
+        gate, (method, real) = threading.Event(), ("run", executor.run) if thread == "spindle-device" else ("fill", executor.fill)
+
+        def broken(job):
+            gate.wait(30)
+            if threading.current_thread().name.startswith(thread):
+                raise RuntimeError("nobody foresaw this")
+            return real(job)
+
+        monkeypatch.setattr(executor, method, broken)
+        futures = [adapter.forward_backward([datum(6)] * 4) for adapter in adapters * 3]
+        gate.set()
+        errors = [future.exception(30) for future in futures]
+        assert any(isinstance(error, ServerError) for error in errors)
+        assert all(isinstance(error, ServerError | EngineClosed) for error in errors if error is not None)
+        with pytest.raises(EngineClosed):
+            adapters[0].forward([datum(3)])
+        engine.close(30)
+        assert not threads()

@@ -26,6 +26,8 @@ def take_gradients(adapters: Sequence[Adapter], clip_norm: float) -> list[tuple[
             taken.append((torch.zeros_like(adapter.params), {"grad_norm": 0.0, "step_skipped": 0.0}))
             continue
         norm = next(norms)
+        if not math.isfinite(norm):  # squares of large numbers are not finite in float32, though the gradient may be
+            norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
         if not math.isfinite(norm):
             taken.append((None, {"step_skipped": 1.0}))
             continue

@@ -395,22 +395,27 @@ class Scheduler:
 
     # --- end ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Fail everything that has not started and wake every waiter; started work may finish."""
+    def close(self, stopped: SpindleError | None = None) -> None:
+        """Fail everything that has not started and wake every waiter; started work may finish. stopped: why it will not, on devices."""
         with self._lock:
             self._closed = True
             waiting = (*self._io, *(item for operations in self._operations for item in operations))
             doomed = [item for queue in self._queues.values() for item in (*queue.ready, *queue.held.values()) if not item.started]
             doomed.extend(waiting)
+            started = [] if stopped is None else [i for q in self._queues.values() for i in (*q.started, q.operation) if i is not None]
+            lost = [item for item in started if item.kind is not Kind.IO]
             self._io.clear()
             for operations in self._operations:
                 operations.clear()
-            for item in doomed:
+            for item in (*doomed, *lost):
                 item.failed = True
             for condition in (*self._work_ready, *self._ahead_ready, self._io_ready):
                 condition.notify_all()
         for item in doomed:
             item.future.fail(EngineClosed("the engine was closed before this request ran"))
+        if stopped is not None:
+            for item in lost:
+                item.future.fail(stopped)
 
     def stats(self) -> dict[str, Any]:
         """Queue depths and bytes, by client."""

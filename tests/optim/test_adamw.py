@@ -69,6 +69,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     assert all(torch.equal(x, y) for x, y in zip((ours.params, ours.exp_avg, ours.exp_avg_sq), kept, strict=True))
 
 
+@pytest.mark.parametrize("size", [1e18, 1e30])
+def test_a_finite_gradient_whose_squares_are_not_is_measured_and_clipped(size):
+    ours, like = adapter(), adapter()
+    unit = torch.randn(len(ours.params), generator=torch.Generator().manual_seed(0))
+    ours.grads, like.grads = size * unit, unit.clone()
+    metrics, expected = (optim.step(one, AdamParams(grad_clip_norm=1.0)) for one in (ours, like))
+    assert metrics["step_skipped"] == 0.0 and metrics["grad_norm"] == pytest.approx(size * expected["grad_norm"], rel=1e-6)
+    torch.testing.assert_close(ours.exp_avg, like.exp_avg)
+    ours.grads = 1e18 * unit
+    assert optim.step(ours, AdamParams())["step_skipped"] == 0.0, "AdamW itself is at home with it"
+    assert ours.params.isfinite().all()
+
+
 def test_the_same_seed_gives_the_same_start():
     one, two, other = adapter(), adapter(), Adapter(adapter().layout).init(1)
     assert torch.equal(one.params, two.params) and not torch.equal(one.params, other.params)
