@@ -26,8 +26,9 @@ app = typer.Typer(
 )
 errors = Console(stderr=True)
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16"]
 Unlisted = Literal["compute", "skip"]
+ExternalFormat = Literal["adapter", "merged"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -68,15 +69,23 @@ def serve(
         Path | None, typer.Option(help="Directory of checkpoints and catalogue.", show_default="$SPINDLE_STORE or ~/.local/share/spindle")
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="A key that clients may use; repeat for several. Without any, only this machine may connect.")
+        list[str] | None,
+        typer.Option(
+            help='A key that clients may use, "tml-…" or "OWNER=tml-…"; repeat for several. Without any, only this machine may connect.',
+            show_default="$SPINDLE_API_KEYS, separated by commas",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The name clients ask for; by default the directory's or the hub's.")] = None,
     alias: Annotated[list[str] | None, typer.Option(help="Another name for the same model; repeat for several.")] = None,
     sampler: Annotated[str, typer.Option(help='What samples: "spindle" or, where it is installed, "vllm".')] = "spindle",
-    token_budget: Annotated[int | None, typer.Option(help="Most tokens of one micro-batch.", min=1)] = None,
+    token_budget: Annotated[int | None, typer.Option(help="Most tokens of one micro-batch.", show_default="4096", min=1)] = None,
     unlisted_logprobs: Annotated[
         Unlisted, typer.Option(help="skip: answer 0 for cells that sparse targets and weights do not list, and save the time they take.")
     ] = "compute",
+    external_format: Annotated[
+        ExternalFormat,
+        typer.Option(help="What save_weights_external writes: the adapter in PEFT's layout, or the whole model with it merged in."),
+    ] = "adapter",
     log_level: Annotated[LogLevel, typer.Option(help="How much the server says on stderr.")] = "info",
 ) -> None:
     """Serve a base model to the tinker SDK until interrupted."""
@@ -88,9 +97,13 @@ def serve(
     from spindle.engine import Engine
     from spindle.errors import SpindleError
     from spindle.scheduler import SchedulerConfig
+    from spindle.server import ServerSettings
     from spindle.server import serve as serve_engine
+    from spindle.server.keys import Keys, is_loopback
 
     try:
+        if not Keys(keys) and not is_loopback(host):  # before a model is loaded
+            fail(f"without an API key only this machine may connect: leave out --host {host}, or give --api-key tml-…")
         engine = Engine(
             model,
             devices=devices if devices == "auto" else [part.strip() for part in devices.split(",") if part.strip()],
@@ -107,8 +120,9 @@ def serve(
         fail(f"cannot load {model!r}: {str(error).splitlines()[0]}\nMODEL is a transformers directory, a GGUF file, or a name on the hub.")
     with engine:
         errors.print(f"serving [bold]{engine.model_name}[/] on http://{host}:{port}, store {store or default_store()}", highlight=False)
+        settings = ServerSettings(external_format=external_format)
         try:
-            serve_engine(engine, host, port, store or default_store(), keys or None, name, alias or [], log_level=log_level)
+            serve_engine(engine, host, port, store or default_store(), keys or None, name, alias or [], settings, log_level)
         except SpindleError as error:
             fail(str(error))
 
@@ -213,7 +227,7 @@ def modal_deploy(path: Annotated[Path, typer.Argument(help="The recipe.")]) -> N
     """Check a recipe, then deploy it with the Modal account of this machine."""
     load_recipe(path)
     if importlib.util.find_spec("modal") is None or importlib.util.find_spec("modal.app") is None:
-        fail('deploying needs the modal package: pip install "spindle-engine\\[modal]"')
+        fail('deploying needs the modal package: pip install "modal>=1.6,<2"')
     environment = os.environ | {"SPINDLE_RECIPE": str(path.resolve())}
     raise typer.Exit(subprocess.call([sys.executable, "-m", "modal", "deploy", "-m", "spindle.modal_app"], env=environment))
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from spindle import cli, demo, doctor
+from spindle import cli, demo, doctor, server
 from spindle.demo import model as demo_model
 from tests.tiny import tiny_llama
 from tests.tokenizer import byte_tokenizer
@@ -72,9 +72,23 @@ def test_serve_on_a_device_that_is_not_there(tiny_dir):
     assert status == 1 and "devices: 'gpu7' is no torch device" in text
 
 
+@pytest.mark.parametrize(("arguments", "form"), [([], "adapter"), (["--external-format", "merged"], "merged")])
+def test_the_form_of_external_exports(tiny_dir, tmp_path, monkeypatch, arguments, form):
+    served = []
+    monkeypatch.setattr(server, "serve", lambda engine, host, port, store, keys, name, alias, settings, log_level: served.append(settings))
+    status, text = spindle("serve", str(tiny_dir), "--port", str(free_port()), "--store", str(tmp_path), *arguments)
+    assert (status, [settings.external_format for settings in served]) == (0, [form]), text
+
+
+def test_no_option_that_the_engine_refuses():
+    for option, value in (("--external-format", "gguf"), ("--dtype", "float16")):
+        status, text = spindle("serve", "nobody/nothing", option, value)
+        assert status == 2 and f"'{value}' is not one of" in text
+
+
 def test_serve_to_the_world_needs_a_key(tiny_dir, tmp_path):
     status, text = spindle("serve", str(tiny_dir), "--host", "0.0.0.0", "--port", str(free_port()), "--store", str(tmp_path))
-    assert status == 1 and "without an API key only this machine may connect" in text
+    assert status == 1 and "without an API key only this machine may connect: leave out --host 0.0.0.0, or give --api-key" in text
 
 
 def test_serve_with_a_key_the_sdk_would_refuse(tiny_dir, tmp_path):
