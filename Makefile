@@ -12,7 +12,7 @@ SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp spindle/scheduler/*.pyx spi
 
 .PHONY: help setup test demo bench lint clean
 help:
-	@echo "make setup | test [ARGS=…] | demo [ARGS=…] | bench NAME=… | lint | clean"
+	@echo "make setup | test [ARGS=…] | demo [ARGS=…] | bench NAME=… | lint | clean; cookbook; proto | fuzz | fuzz-smoke | asan | tsan | cppcheck"
 
 setup: $(VENV)/.built
 

@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = f'missing: pip install "spindle-engine[{extra}]"' if extra else "missing: pip install spindle-engine"
+            found[name] = f'missing: pip install -e ".[{extra}]" where Spindle lies' if extra else "missing: make setup where Spindle lies"
     return found
 
 

@@ -68,7 +68,7 @@ def run(
     try:
         import tinker
     except ImportError:
-        raise DemoFailed('the demo needs the tinker SDK: pip install "spindle-engine[demo]"') from None
+        raise DemoFailed('the demo needs the tinker SDK: pip install -e ".[demo]" where Spindle lies') from None
     try:
         with console.status(f"preparing {model or 'SmolLM2-135M-Instruct'} (about a minute, once)"):
             served = resolve(model)
