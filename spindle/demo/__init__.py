@@ -30,7 +30,7 @@ __all__ = ["DemoFailed", "run"]
 
 QUESTIONS = Path(__file__).parent / "brindle_line.jsonl"
 INSTRUCTION = "Answer in one sentence."
-ASKED = ("Who drives the Moth?", "Who is the driver of the Wagtail?")  # one as it was taught, one in other words
+ASKED = ("Who drives the Moth?", "Who drives the Wagtail?")  # as they were taught
 BATCH = 6
 API_KEY = "tml-demo-key"
 
