@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from spindle.losses import cispo, cross_entropy, dro, gspo, importance_sampling, ppo, stable_reinforce
 from spindle.losses.base import Loss, Sequences
-from spindle.losses.custom import CustomLimits, create_custom
+from spindle.losses.custom import CustomLimits, check_custom_owner, create_custom
 from spindle.losses.registry import check, get, names, register
 
-__all__ = ["CustomLimits", "Loss", "Sequences", "check", "create_custom", "get", "names", "register"]
+__all__ = ["CustomLimits", "Loss", "Sequences", "check", "check_custom_owner", "create_custom", "get", "names", "register"]
 
 register(cross_entropy.LOSS)
 register(importance_sampling.LOSS)

@@ -22,7 +22,7 @@ from spindle.errors import InvalidRequest
 from spindle.losses.base import Loss
 from spindle.losses.graph import Graph
 
-__all__ = ["CustomLimits", "CustomLosses", "create_custom", "find_custom"]
+__all__ = ["CustomLimits", "CustomLosses", "check_custom_owner", "create_custom", "find_custom"]
 
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 
@@ -35,6 +35,10 @@ class CustomLimits:
     max_graph_bytes: int = 1 << 17  # of one loss as JSON
     max_losses_per_owner: int = 256
     max_losses: int = 4096
+
+
+def _unknown(loss_id: Any) -> InvalidRequest:
+    return InvalidRequest(f"loss_fn_config: loss_id {loss_id!r} is not known; create it with create_custom_loss")
 
 
 class CustomLosses:
@@ -66,9 +70,15 @@ class CustomLosses:
         with self._lock:
             owner = self._owner_of.get(loss_id)
             if owner is None:
-                raise InvalidRequest(f"loss_fn_config: loss_id {loss_id!r} is not known; create it with create_custom_loss in this session")
+                raise _unknown(loss_id)
             self._owners[owner].move_to_end(loss_id)
             return self._owners[owner][loss_id]
+
+    def check_owner(self, loss_id: Any, owner: str) -> None:
+        """Raises InvalidRequest when the loss is another owner's; those made in process, by nobody, are everyone's."""
+        with self._lock:
+            if self._owner_of.get(loss_id, owner) not in (owner, ""):
+                raise _unknown(loss_id)
 
     def _drop(self, loss_id: str) -> None:
         owner = self._owner_of.pop(loss_id, None)
@@ -80,6 +90,7 @@ class CustomLosses:
 
 _losses = CustomLosses()
 find_custom = _losses.find
+check_custom_owner = _losses.check_owner
 
 
 def create_custom(

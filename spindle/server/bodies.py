@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ __all__ = ["Receiving", "Reservation", "Strict", "decode", "numbers", "read_body
 T = TypeVar("T")
 SLICE_BYTES = 64 << 10  # of a JSON array, decoded at once
 LARGE_BYTES = 1 << 20  # a body that declares as much is written where it will stay as it comes; others are joined at their end
+SLOWEST = 4096  # bytes a second on average, after a first wait of the idle timeout: a trickle may not hold its room for ever
 DRAIN_FACTOR = 4  # an over-long body is read on (and thrown away) to this many times the limit, so that its sender sees the answer
 
 
@@ -62,8 +64,8 @@ class Reservation:
 
 
 async def read_body(request: Request, limit: int, idle_timeout_s: float, room: Reservation) -> bytes | memoryview:
-    """The whole body. Raises MalformedBody past ``limit`` bytes, or when nothing arrives for ``idle_timeout_s``; Overloaded, before
-    anything is read when the length is declared, when ``room`` has none for it."""
+    """The whole body. Raises MalformedBody past ``limit`` bytes, or when nothing arrives for ``idle_timeout_s`` or hardly anything for
+    longer; Overloaded, before anything is read when the length is declared, when ``room`` has none for it."""
     declared = request.headers.get("content-length", "")
     too_long = declared.isdigit() and int(declared) > limit
     whole: np.ndarray | None = None
@@ -72,7 +74,7 @@ async def read_body(request: Request, limit: int, idle_timeout_s: float, room: R
         if int(declared) >= LARGE_BYTES:
             whole = np.empty(int(declared), np.uint8)  # memory is taken as it is written to; numpy asks for huge pages
     parts: list[bytes] = []
-    size = 0
+    size, began = 0, time.monotonic()
     stream = request.stream()
     try:
         while True:
@@ -81,6 +83,8 @@ async def read_body(request: Request, limit: int, idle_timeout_s: float, room: R
             if part is None:
                 break
             size += len(part)
+            if time.monotonic() - began > idle_timeout_s + size / SLOWEST:
+                raise MalformedBody(f"the body arrives too slowly: {size} bytes so far; {SLOWEST} bytes a second are needed")
             too_long = too_long or size > (limit if whole is None else len(whole))
             if too_long:
                 parts.clear()

@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from spindle import losses
 from spindle.errors import InvalidRequest, MalformedBody, UserError
 from spindle.operations import OptimStep
 from spindle.server.answers import PROTOBUF
@@ -63,7 +64,11 @@ async def train(call: Call, nbytes: int, scan: Callable[[], Any]) -> Response:
         model = server.model(request.model_id, call.owner)
         seq_id, tokens = request.seq_id, request.num_tokens
         curve = None if request.forward_only else model.losses
-        future = server.engine.enqueue(request)
+        try:
+            losses.check_custom_owner(dict(request.loss_fn_config).get("loss_id"), call.owner)
+            future = server.engine.enqueue(request)
+        except InvalidRequest as error:
+            future = server.engine.reject(model.model_id, seq_id, error)
     request_id = f"{model.model_id}:{seq_id}"
     entry = server.futures.same(request_id, future)
     if entry is None:

@@ -30,6 +30,22 @@ def test_parts_come_out_as_they_went_in(size, says):
     assert read(parts, size if says else None) == body
 
 
+def test_a_trickle_is_cut_off():
+    """Each byte comes in time, but a large body would hold its room for hours."""
+    sent = 0
+
+    async def receive():
+        nonlocal sent
+        sent += 1
+        await asyncio.sleep(0.05)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    request = Request({"type": "http", "method": "POST", "headers": [(b"content-length", str(LARGE_BYTES).encode())]}, receive)
+    with pytest.raises(MalformedBody, match="arrives too slowly: .* 4096 bytes a second are needed"):
+        asyncio.run(read_body(request, LARGE_BYTES, 0.2, Reservation(Receiving(1 << 30, 1 << 16))))
+    assert 3 <= sent <= 8
+
+
 def test_more_than_was_declared_is_refused():
     with pytest.raises(MalformedBody, match="the body has"):
         read([b"x" * LARGE_BYTES, b"y"], LARGE_BYTES)

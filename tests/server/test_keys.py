@@ -7,6 +7,7 @@ import re
 import httpx
 import pytest
 import tinker
+from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
 from spindle.errors import InvalidRequest
 from spindle.server import metrics, running, serve
@@ -176,3 +177,16 @@ def test_clients_names_are_labels_and_never_part_of_a_metrics_name(engine, tmp_p
         assert two.get("/live").json()["engine"]["queue"]["clients"].keys() == {"plain"}  # the page shows nobody else
         for wire, model in zip((one, two, two), models, strict=True):
             wire.ok("unload_model", model_id=model)
+
+
+def test_nobody_trains_with_another_owners_custom_loss(ann, bob):
+    traced = trace_loss(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, ann.session_id)
+    inputs, graph = [one.model_dump() for one in traced.inputs], encode_graph(traced).model_dump()
+    ack = ann.ok("create_custom_loss", session_id=ann.session_id, custom_loss_seq_id=0, name="mine", inputs=inputs, graph=graph)
+    loss_id = ann.result(ack)["loss_id"]
+    config = {"loss_id": loss_id}
+    assert ann.result(ann.train(ann.model(), 1, [datum(4)], "custom", loss_fn_config=config)).metrics["loss:sum"] > 0
+    model = bob.model()
+    failed = bob.failure(bob.train(model, 1, [datum(4)], "custom", loss_fn_config=config))
+    assert failed == f"loss_fn_config: loss_id {loss_id!r} is not known; create it with create_custom_loss"
+    assert bob.result(bob.train(model, 2, [datum(4)])).metrics["loss:sum"] > 0
