@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from spindle.compute.batch import MicroBatch
+from spindle.compute.batch import MicroBatch, SegmentResult
 from spindle.errors import ServerError
 from spindle.executor import Executor
 from spindle.sampling import Sampler
@@ -54,6 +55,9 @@ class DeviceLoop:
         self._filled: deque[MicroBatch | list[Item]] = deque()  # what the second thread has prepared: at most one
         self._room = threading.Semaphore(1)  # one micro-batch may lie ready beside the one that runs
         self._overtaken = 0  # jobs that ran before the one that lies ready
+        self._settler = ThreadPoolExecutor(1, thread_name_prefix=f"spindle-settle-{index}")
+        self._settling: Future[None] = Future()  # the results handed out last
+        self._settling.set_result(None)
         self._threads = [threading.Thread(target=self._run, name=f"spindle-device-{index}", daemon=True)]
         if prefetch:
             self._threads.append(threading.Thread(target=self._feed, name=f"spindle-feed-{index}", daemon=True))
@@ -78,7 +82,9 @@ class DeviceLoop:
                 job = self._next(wait=self.sampler is None or not self.sampler.has_work())
                 started = time.perf_counter()
                 if isinstance(job, MicroBatch):
-                    self.executor.run(job)
+                    results = self.executor.run(job)
+                    if results is not None:
+                        self._settle(job, results)
                 elif job:
                     self.executor.operate(job)
                 trained_s = time.perf_counter() - started
@@ -91,8 +97,17 @@ class DeviceLoop:
             self._stop()
             raise
         finally:
+            self._settler.shutdown()
             if self.sampler is not None:
                 self.sampler.close()
+
+    def _settle(self, batch: MicroBatch, results: list[SegmentResult]) -> None:
+        """Hand results out beside the next job where one lies ready; here, where nothing waits for the device. One after the other."""
+        self._settling.result()
+        if self._filled:
+            self._settling = self._settler.submit(self.executor.settle, batch, results)
+        else:
+            self.executor.settle(batch, results)
 
     def _stop(self) -> None:
         """One of the threads came upon an error that nothing foresees: nobody may wait for what it held, and the other one must end."""

@@ -128,7 +128,8 @@ class Training:
 
 
 class Executor:
-    """Runs what the scheduler hands out for one device. ``run`` and ``operate`` are called from that device's thread only."""
+    """Runs what the scheduler hands out for one device. ``run`` and ``operate`` are called from that device's thread only, ``settle`` from
+    it or from one beside it."""
 
     def __init__(self, worker: DeviceWorker, scheduler: Scheduler, pool: AdapterPool, pinned: bool, skip_unlisted: bool = False) -> None:
         self.worker = worker
@@ -249,20 +250,23 @@ class Executor:
             for name, values in training.supplied.items()
         }
 
-    def run(self, batch: MicroBatch) -> None:
-        """Compute a micro-batch and give every block its result, or its error."""
+    def run(self, batch: MicroBatch) -> list[SegmentResult] | None:
+        """Compute a micro-batch; ``settle`` takes the results. None when it failed, which has then failed its requests."""
         started = time.perf_counter()
         try:
-            results = run_within_memory(self.worker.run, batch)
+            return run_within_memory(self.worker.run, batch)
         except BaseException as error:
             logger.exception("a micro-batch of %d tokens failed", len(batch.tokens))
             for segment in batch.segments:
                 self.finish(segment.tag, None, as_server_error(error, segment.tag.item))
             if not isinstance(error, Exception):
                 raise
-            return
+            return None
         finally:
             self.seconds["compute"] += time.perf_counter() - started
+
+    def settle(self, batch: MicroBatch, results: Sequence[SegmentResult]) -> None:
+        """Give every block its result and the pool its buffers. By any thread, one call at a time."""
         self._give_back(batch)
         self.counts["micro_batches"] += 1
         self.counts["tokens"] += len(batch.tokens)

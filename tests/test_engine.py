@@ -562,6 +562,56 @@ def test_an_idle_device_fills_for_itself_and_a_busy_one_has_it_done(model, monke
         assert fillers[:2] == ["spindle-device-0", "spindle-feed-0"]
 
 
+def test_results_are_handed_out_beside_the_next_micro_batch(model, monkeypatch):
+    """While another lies ready a device does not wait for that; the last one's are handed out by the device's own thread."""
+    with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:
+        adapter = engine.create_adapter(rank=4, seed=1)
+        loop = engine._loops[0]
+        run, settle, settlers = loop.executor.run, loop.executor.settle, []
+
+        def when_ready(batch):
+            deadline = time.monotonic() + 10
+            while not loop._filled and batch.segments[0].tag.index < 2 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            return run(batch)
+
+        def told(batch, results):
+            settlers.append(threading.current_thread().name.rpartition("_")[0] or threading.current_thread().name)
+            settle(batch, results)
+
+        monkeypatch.setattr(loop.executor, "run", when_ready)
+        monkeypatch.setattr(loop.executor, "settle", told)
+        output = adapter.forward_backward([datum(16, seed=i) for i in range(3)]).result(60)
+        assert settlers == ["spindle-settle-0", "spindle-settle-0", "spindle-device-0"]
+    with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=64), prefetch=False) as engine:
+        whole = engine.create_adapter(rank=4, seed=1).forward_backward([datum(16, seed=i) for i in range(3)]).result(60)
+    for one, other in zip(output.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_while_results_are_handed_out_leaves_nobody_waiting(model, monkeypatch):
+    with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:
+        adapter = engine.create_adapter(rank=4, seed=1)
+        loop = engine._loops[0]
+        run = loop.executor.run
+
+        def when_ready(batch):
+            deadline = time.monotonic() + 10
+            while not loop._filled and batch.segments[0].tag.index < 2 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            return run(batch)
+
+        def broken(batch, results):
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(loop.executor, "run", when_ready)
+        monkeypatch.setattr(loop.executor, "settle", broken)
+        futures = [adapter.forward_backward([datum(16, seed=i) for i in range(3)]) for _ in range(3)]
+        for future in futures:
+            assert isinstance(future.exception(30), ServerError | EngineClosed)
+
+
 def test_optimizer_settings_of_the_wrong_type_fail_alone(engine):
     adapter, other = engine.create_adapter(rank=4, seed=1), engine.create_adapter(rank=4, seed=1)
     with pytest.raises(InvalidRequest, match="optim_step: got dict for an adapter created with the adamw optimizer"):

@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["BufferPool", "Buffers"]
 
-KEPT = 2  # of either kind: of the micro-batch that runs, and of the one that is filled meanwhile
+KEPT = 3  # of either kind: of the micro-batch that runs, of the one filled meanwhile, and of the one whose results are handed out
 KEPT_BYTES = 256 << 20
 ZEROED_SHARE = 0.05  # of the cells: where more are to be written, writing all of them is less work than some and clearing those
 
@@ -33,7 +33,7 @@ class Buffers:
 
 
 class BufferPool:
-    """The buffers of one device; pinned when it is a GPU. Bounded: two of either kind, and 256 MiB in all."""
+    """The buffers of one device; pinned when it is a GPU. Bounded: three of either kind, and 256 MiB in all."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
