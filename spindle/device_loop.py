@@ -102,9 +102,11 @@ class DeviceLoop:
                 self.sampler.close()
 
     def _settle(self, batch: MicroBatch, results: list[SegmentResult]) -> None:
-        """Hand results out beside the next job where one lies ready; here, where nothing waits for the device. One after the other."""
+        """Hand results out, one micro-batch after the other: beside the next one where it lies ready and no request ends with this one;
+        else here and now, for an answer is waited for, and what it lets go on may come before what lies ready."""
         self._settling.result()
-        if self._filled:
+        ends = any(segment.tag.index == len(segment.tag.item.blocks) - 1 for segment in batch.segments)
+        if self._filled and not ends:
             self._settling = self._settler.submit(self.executor.settle, batch, results)
         else:
             self.executor.settle(batch, results)
