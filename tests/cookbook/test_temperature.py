@@ -19,7 +19,8 @@ def test_sampled_logprobs_at_any_temperature(cookbook, model):
             logits = model(tokens).logits[0, len(answer["prompt"]) - 1 : -1].double()
         rows = torch.arange(24), torch.tensor(answer["tokens"])
         expected = torch.log_softmax(logits / (answer["temperature"] or 1.0), -1)[rows]
-        np.testing.assert_allclose(answer["logprobs"], expected, atol=1e-5)
+        # both sides hold logits in float32; a low temperature magnifies their last bits
+        np.testing.assert_allclose(answer["logprobs"], expected, atol=1e-5 / min(answer["temperature"] or 1.0, 1.0))
         np.testing.assert_allclose(answer["scored"], torch.log_softmax(logits, -1)[rows], atol=1e-5)
         if answer["temperature"] == 0:
             assert answer["tokens"] == logits.argmax(-1).tolist()
