@@ -124,9 +124,8 @@ class DeviceLoop:
         work = self.scheduler.next_work(self.index, None if wait else 0.0)
         if work is not None:
             return self._job(work)
-        if self.scheduler.closed and not join_all(self._threads[1:], 0.01):  # the second thread may be about to hand over its last
-            return None
-        if self.scheduler.closed and not self._filled:
+        # At the end the second thread may be about to hand over its last.
+        if self.scheduler.closed and join_all(self._threads[1:], 0.01) and not self._filled:
             raise StopIteration
         return None
 

@@ -320,7 +320,7 @@ class Engine:
         item = Item(request.model_id, request.seq_id, Kind.TRAIN, future, fingerprint=bytes(request.fingerprint), nbytes=request.nbytes)
         item.cut(np.asarray(request.lengths), self.config.token_budget)
         item.payload = Training.of(request, config, resident)
-        if losses.get(request.loss_fn, config).supplied:
+        if item.payload.loss.supplied:
             try:
                 item.payload.supplied["sampler_logprobs"] = recorded_logprobs(
                     request, item.payload.cell_starts, self.records, resident.session

@@ -562,24 +562,31 @@ def test_an_idle_device_fills_for_itself_and_a_busy_one_has_it_done(model, monke
         assert fillers[:2] == ["spindle-device-0", "spindle-feed-0"]
 
 
+def once_the_next_lies_ready(loop):
+    """The loop's ``run`` of three micro-batches, the first two of which wait until the next one is filled."""
+    run = loop.executor.run
+
+    def waiting(batch):
+        deadline = time.monotonic() + 10
+        while not loop._filled and batch.segments[0].tag.index < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return run(batch)
+
+    return waiting
+
+
 def test_results_are_handed_out_beside_the_next_micro_batch(model, monkeypatch):
     """While another lies ready a device does not wait for that; the last one's are handed out by the device's own thread."""
     with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:
         adapter = engine.create_adapter(rank=4, seed=1)
         loop = engine._loops[0]
-        run, settle, settlers = loop.executor.run, loop.executor.settle, []
-
-        def when_ready(batch):
-            deadline = time.monotonic() + 10
-            while not loop._filled and batch.segments[0].tag.index < 2 and time.monotonic() < deadline:
-                time.sleep(0.005)
-            return run(batch)
+        settle, settlers = loop.executor.settle, []
 
         def told(batch, results):
             settlers.append(threading.current_thread().name.rpartition("_")[0] or threading.current_thread().name)
             settle(batch, results)
 
-        monkeypatch.setattr(loop.executor, "run", when_ready)
+        monkeypatch.setattr(loop.executor, "run", once_the_next_lies_ready(loop))
         monkeypatch.setattr(loop.executor, "settle", told)
         output = adapter.forward_backward([datum(16, seed=i) for i in range(3)]).result(60)
         assert settlers == ["spindle-settle-0", "spindle-settle-0", "spindle-device-0"]
@@ -594,18 +601,11 @@ def test_an_error_while_results_are_handed_out_leaves_nobody_waiting(model, monk
     with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:
         adapter = engine.create_adapter(rank=4, seed=1)
         loop = engine._loops[0]
-        run = loop.executor.run
-
-        def when_ready(batch):
-            deadline = time.monotonic() + 10
-            while not loop._filled and batch.segments[0].tag.index < 2 and time.monotonic() < deadline:
-                time.sleep(0.005)
-            return run(batch)
 
         def broken(batch, results):
             raise RuntimeError("out of luck")
 
-        monkeypatch.setattr(loop.executor, "run", when_ready)
+        monkeypatch.setattr(loop.executor, "run", once_the_next_lies_ready(loop))
         monkeypatch.setattr(loop.executor, "settle", broken)
         futures = [adapter.forward_backward([datum(16, seed=i) for i in range(3)]) for _ in range(3)]
         for future in futures:

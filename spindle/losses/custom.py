@@ -13,7 +13,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ import torch
 from spindle.errors import InvalidRequest
 from spindle.losses.base import Loss
 from spindle.losses.graph import Graph
+
+if TYPE_CHECKING:
+    from spindle.codec import ScannedRequest
 
 __all__ = ["CustomLimits", "CustomLosses", "check_custom_owner", "create_custom", "find_custom"]
 
@@ -74,11 +77,12 @@ class CustomLosses:
             self._owners[owner].move_to_end(loss_id)
             return self._owners[owner][loss_id]
 
-    def check_owner(self, loss_id: Any, owner: str) -> None:
-        """Raises InvalidRequest when the loss is another owner's; those made in process, by nobody, are everyone's."""
+    def check_owner(self, request: ScannedRequest, owner: str) -> None:
+        """Raises InvalidRequest when the loss it names is another owner's; those made in process, by nobody, are everyone's."""
+        loss_id = dict(request.loss_fn_config).get("loss_id") if request.loss_fn == "custom" else None
         with self._lock:
-            if self._owner_of.get(loss_id, owner) not in (owner, ""):
-                raise _unknown(loss_id)
+            if self._owner_of.get(loss_id, owner) not in (owner, ""):  # type: ignore[arg-type]
+                raise InvalidRequest(str(_unknown(loss_id)), request.model_id, request.seq_id)
 
     def _drop(self, loss_id: str) -> None:
         owner = self._owner_of.pop(loss_id, None)

@@ -54,6 +54,7 @@ async def train(call: Call, nbytes: int, scan: Callable[[], Any]) -> Response:
     thread = server.scanners if nbytes >= server.settings.inline_scan_bytes else None
     try:
         request = scan() if thread is None else await server.loop.run_in_executor(thread, scan)
+        losses.check_custom_owner(request, call.owner)
     except InvalidRequest as error:
         if not error.model_id or error.seq_id < 1:
             raise
@@ -64,11 +65,7 @@ async def train(call: Call, nbytes: int, scan: Callable[[], Any]) -> Response:
         model = server.model(request.model_id, call.owner)
         seq_id, tokens = request.seq_id, request.num_tokens
         curve = None if request.forward_only else model.losses
-        try:
-            losses.check_custom_owner(dict(request.loss_fn_config).get("loss_id"), call.owner)
-            future = server.engine.enqueue(request)
-        except InvalidRequest as error:
-            future = server.engine.reject(model.model_id, seq_id, error)
+        future = server.engine.enqueue(request)
     request_id = f"{model.model_id}:{seq_id}"
     entry = server.futures.same(request_id, future)
     if entry is None:
