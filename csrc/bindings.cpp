@@ -63,6 +63,16 @@ class ScannedRequest {
             config[to_str(entry.name)] = entry.is_text ? py::object(to_str(entry.text)) : py::object(py::float_(entry.number));
         lengths = per_datum<int64_t>([](const Datum& datum) { return datum.length; });
         target_widths = per_datum<int64_t>([](const Datum& datum) { return datum.target_width; });
+        cells = per_datum<int64_t>([](const Datum& datum) { return cells_of(datum); });
+        py::array_t<int64_t> starts(static_cast<py::ssize_t>(num_datums + 1));
+        int64_t* next = starts.mutable_data();
+        int64_t before = 0;
+        for (const Datum& datum : request.datums()) {
+            *next++ = before;
+            before += cells_of(datum);
+        }
+        *next = before;
+        cell_starts = read_only(std::move(starts));
         written_cells = per_datum<int64_t>([&request](const Datum& datum) { return spindle::written_cells(request, datum); });
         has_spans = per_datum<bool>([](const Datum& datum) { return datum.spans > 0; });
     }
@@ -74,7 +84,7 @@ class ScannedRequest {
     size_t num_datums;
     size_t nbytes;
     py::dict config;
-    py::array lengths, target_widths, written_cells, has_spans;
+    py::array lengths, target_widths, cells, cell_starts, written_cells, has_spans;
 
     py::bytes fingerprint() const { return {reinterpret_cast<const char*>(&fingerprint_), sizeof(fingerprint_)}; }
 
@@ -87,8 +97,20 @@ class ScannedRequest {
     py::array input_widths(const std::string& name) const {
         return per_input<int64_t>(name, [](const Tensor* tensor) { return tensor ? tensor->width : -1; });
     }
-    py::array input_is_integer(const std::string& name) const {
-        return per_input<bool>(name, [](const Tensor* tensor) { return tensor && is_integer(tensor->dtype); });
+    // The first datum that lacks the input, has it in another shape than target_tokens, in an integer type; -1 where none does.
+    py::tuple input_faults(const std::string& name) const {
+        const auto held = use();
+        const int64_t index = held->request.name_index(name);
+        int64_t absent = -1, misshapen = -1, integer = -1, d = 0;
+        const auto note = [&d](int64_t& first, bool fault) { first = first < 0 && fault ? d : first; };
+        for (const Datum& datum : held->request.datums()) {
+            const Tensor* tensor = held->request.find(datum, index);
+            note(absent, !tensor);
+            note(misshapen, tensor && tensor->width != datum.target_width);
+            note(integer, tensor && is_integer(tensor->dtype));
+            ++d;
+        }
+        return py::make_tuple(absent, misshapen, integer);
     }
     py::tuple spans(int64_t index) const {
         const auto held = use();
@@ -125,7 +147,10 @@ class ScannedRequest {
         py::array_t<T> out(static_cast<py::ssize_t>(num_datums));
         T* to = out.mutable_data();
         for (const Datum& datum : held->request.datums()) *to++ = static_cast<T>(of(datum));
-        out.attr("setflags")("write"_a = false);
+        return read_only(std::move(out));
+    }
+    static py::array read_only(py::array out) {
+        py::detail::array_proxy(out.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
         return out;
     }
     template <class T, class Of>
@@ -442,13 +467,15 @@ void bind_request(py::module_& m) {
         .def_readonly("nbytes", &ScannedRequest::nbytes)
         .def_readonly("lengths", &ScannedRequest::lengths)
         .def_readonly("target_widths", &ScannedRequest::target_widths)
+        .def_readonly("cells", &ScannedRequest::cells)
+        .def_readonly("cell_starts", &ScannedRequest::cell_starts)
         .def_readonly("written_cells", &ScannedRequest::written_cells)
         .def_readonly("has_spans", &ScannedRequest::has_spans)
         .def_property_readonly("fingerprint", &ScannedRequest::fingerprint)
         .def_property_readonly("input_names", &ScannedRequest::input_names)
         .def_property_readonly("released", &ScannedRequest::released)
         .def("input_widths", &ScannedRequest::input_widths, "name"_a)
-        .def("input_is_integer", &ScannedRequest::input_is_integer, "name"_a)
+        .def("input_faults", &ScannedRequest::input_faults, "name"_a)
         .def("spans", &ScannedRequest::spans, "datum"_a)
         .def("release", &ScannedRequest::release);
 }

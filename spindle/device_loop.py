@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from queue import SimpleQueue
 
 import torch
 
@@ -53,14 +54,18 @@ class DeviceLoop:
         self.sampling_s = 0.0
         self._cpu_threads = cpu_threads
         self._filled: deque[MicroBatch | list[Item]] = deque()  # what the second thread has prepared: at most one
-        self._room = threading.Semaphore(1)  # one micro-batch may lie ready beside the one that runs
+        self._room: SimpleQueue[None] = SimpleQueue()  # one entry: one micro-batch may lie ready beside the one that runs
+        self._room.put(None)
         self._overtaken = 0  # jobs that ran before the one that lies ready
-        self._settler = ThreadPoolExecutor(1, thread_name_prefix=f"spindle-settle-{index}")
-        self._settling: Future[None] = Future()  # the results handed out last
-        self._settling.set_result(None)
-        self._threads = [threading.Thread(target=self._run, name=f"spindle-device-{index}", daemon=True)]
-        if prefetch:
-            self._threads.append(threading.Thread(target=self._feed, name=f"spindle-feed-{index}", daemon=True))
+        self._results: SimpleQueue[tuple[MicroBatch, list[SegmentResult]] | None] = SimpleQueue()  # to be handed out by the third thread
+        self._settling = threading.Lock()  # held from when results are there until they are handed out
+        self._feeder = self._thread("feed", self._feed) if prefetch else None
+        self._threads = [self._thread("device", self._run), self._thread("settle", self._settle_results)]
+        if self._feeder is not None:
+            self._threads.append(self._feeder)
+
+    def _thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=run, name=f"spindle-{name}-{self.index}", daemon=True)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -80,6 +85,7 @@ class DeviceLoop:
         try:
             while True:
                 job = self._next(wait=self.sampler is None or not self.sampler.has_work())
+                self.scheduler.begun(self.index)
                 started = time.perf_counter()
                 if isinstance(job, MicroBatch):
                     results = self.executor.run(job)
@@ -97,25 +103,38 @@ class DeviceLoop:
             self._stop()
             raise
         finally:
-            self._settler.shutdown()
+            self._results.put(None)
             if self.sampler is not None:
                 self.sampler.close()
 
     def _settle(self, batch: MicroBatch, results: list[SegmentResult]) -> None:
         """Hand results out, one micro-batch after the other: beside the next one where it lies ready and no request ends with this one;
         else here and now, for an answer is waited for, and what it lets go on may come before what lies ready."""
-        self._settling.result()
+        self._settling.acquire()
         ends = any(segment.tag.index == len(segment.tag.item.blocks) - 1 for segment in batch.segments)
         if self._filled and not ends:
-            self._settling = self._settler.submit(self.executor.settle, batch, results)
-        else:
+            self._results.put((batch, results))
+            return
+        try:
             self.executor.settle(batch, results)
+        finally:
+            self._settling.release()
+
+    def _settle_results(self) -> None:
+        try:
+            while (done := self._results.get()) is not None:
+                self.executor.settle(*done)
+                self._settling.release()
+        except BaseException:
+            self._stop()
+            self._settling.release()
+            raise
 
     def _stop(self) -> None:
         """One of the threads came upon an error that nothing foresees: nobody may wait for what it held, and the other one must end."""
         logger.critical("device %d stopped on an unexpected error; the engine closes", self.index, exc_info=True)
         self.scheduler.close(ServerError("the engine stopped on an unexpected error while this request ran; its log says which"))
-        self._room.release()
+        self._room.put(None)
 
     def _next(self, wait: bool) -> Job:
         """What lies ready, or what comes: on an idle device this very thread fills it. Raises StopIteration at the end."""
@@ -125,7 +144,7 @@ class DeviceLoop:
         if work is not None:
             return self._job(work)
         # At the end the second thread may be about to hand over its last.
-        if self.scheduler.closed and join_all(self._threads[1:], 0.01) and not self._filled:
+        if self.scheduler.closed and (self._feeder is None or join_all([self._feeder], 0.01)) and not self._filled:
             raise StopIteration
         return None
 
@@ -141,7 +160,7 @@ class DeviceLoop:
                 return self._job(other)
         self._overtaken = 0
         self._filled.popleft()
-        self._room.release()
+        self._room.put(None)
         return job
 
     def _feed(self) -> None:
@@ -153,7 +172,7 @@ class DeviceLoop:
 
     def _prepare(self) -> None:
         while True:
-            self._room.acquire()
+            self._room.get()
             work = self.scheduler.next_work(self.index, ahead=True)
             if work is None:
                 return
@@ -161,7 +180,7 @@ class DeviceLoop:
             if job:
                 self._filled.append(job)
             else:
-                self._room.release()
+                self._room.put(None)
             self.scheduler.prepared(self.index)
 
     def _sample(self, sampler: Sampler, trained_s: float) -> None:

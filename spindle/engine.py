@@ -318,13 +318,11 @@ class Engine:
             return self.reject(request.model_id, request.seq_id, error)
         future: Future[ForwardBackwardResult] = Future()
         item = Item(request.model_id, request.seq_id, Kind.TRAIN, future, fingerprint=bytes(request.fingerprint), nbytes=request.nbytes)
-        item.cut(np.asarray(request.lengths), self.config.token_budget)
+        item.cut(request.lengths, self.config.token_budget, request.num_tokens)
         item.payload = Training.of(request, config, resident)
         if item.payload.loss.supplied:
             try:
-                item.payload.supplied["sampler_logprobs"] = recorded_logprobs(
-                    request, item.payload.cell_starts, self.records, resident.session
-                )
+                item.payload.supplied["sampler_logprobs"] = recorded_logprobs(request, self.records, resident.session)
             except UserError as error:
                 return self.reject(request.model_id, request.seq_id, error)
         return self.scheduler.put(item)

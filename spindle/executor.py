@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,9 @@ class Training:
     request: codec.ScannedRequest
     config: dict[str, float | str]
     resident: Resident
-    lengths: np.ndarray  # [D] int64
-    widths: np.ndarray  # [D] int64, 0 for [N] targets, K for [N, K]
     loss: losses.Loss  # held from here on: a custom one may be forgotten while the request waits
     inputs: dict[str, float | None]  # what the loss reads of each datum, with what an absent one counts as (None: it is there)
-    cell_starts: np.ndarray  # [D + 1] int64
-    logprobs: np.ndarray  # [cells] float32
+    logprobs: np.ndarray | None = None  # [cells] float32, from the first block that comes back
     metrics: dict[int, tuple[dict[str, float], int]] = field(default_factory=dict)
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of blocks that came early
     next_grad: int = 0
@@ -95,36 +93,47 @@ class Training:
 
     @classmethod
     def of(cls, request: codec.ScannedRequest, config: dict[str, float | str], resident: Resident) -> Training:
-        lengths, widths = np.asarray(request.lengths), np.maximum(request.target_widths, 0)
-        starts = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths * np.maximum(widths, 1), out=starts[1:])
+        """Of a request that ``losses.check`` has passed."""
         loss = losses.get(request.loss_fn, config)
-        known = set(request.input_names)
+        known = request.input_names
         inputs = {
             name: value
             for name, value in {**dict.fromkeys(loss.required), **loss.optional}.items()
             if name not in loss.ranks and (value is not None or name in known)
         }
-        return cls(request, config, resident, lengths, widths, loss, inputs, starts, np.empty(int(starts[-1]), dtype=np.float32))
+        return cls(request, config, resident, loss, inputs)
 
-    def take(self, index: int, datums: np.ndarray, logprobs: np.ndarray, metrics: dict[str, float], grad: torch.Tensor | None) -> None:
+    def take(self, block: Block, logprobs: np.ndarray, metrics: dict[str, float], grad: torch.Tensor | None) -> None:
         """Put one block's result in its place; gradients are added in block order whatever order they come in."""
-        at = 0
-        for datum in datums.tolist():
-            start, stop = self.cell_starts[datum], self.cell_starts[datum + 1]
-            self.logprobs[start:stop] = logprobs[at : at + stop - start]
-            at += stop - start
-        self.metrics[index] = (metrics, len(datums))
+        if len(block.item.blocks) == 1:
+            self.logprobs = logprobs.copy()  # what came is a part of its micro-batch's
+        else:
+            self._place(block.datums, logprobs)
+        self.metrics[block.index] = (metrics, len(block.datums))
         if grad is None:
             return
-        self.waiting[index] = grad
+        self.waiting[block.index] = grad
         while (following := self.waiting.pop(self.next_grad, None)) is not None:
             self.grad = following if self.grad is None else self.grad.add_(following.to(self.grad.device))
             self.next_grad += 1
 
+    def _place(self, datums: np.ndarray, logprobs: np.ndarray) -> None:
+        starts = self.request.cell_starts
+        if self.logprobs is None:
+            self.logprobs = np.empty(starts[-1], dtype=np.float32)
+        at = 0
+        for start, stop in zip(starts[datums].tolist(), starts[datums + 1].tolist(), strict=True):
+            self.logprobs[start:stop] = logprobs[at : at + stop - start]
+            at += stop - start
+
     def result(self, seconds: dict[str, float]) -> ForwardBackwardResult:
+        assert self.logprobs is not None
         metrics = combine_metrics([self.metrics[index] for index in sorted(self.metrics)])
-        return ForwardBackwardResult(self.logprobs, self.lengths, self.widths, metrics, seconds)
+        return ForwardBackwardResult(self.logprobs, self.request.lengths, self.request.target_widths, metrics, seconds)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Executor:
@@ -165,7 +174,7 @@ class Executor:
             return True
         try:
             request = training.request
-            training.loss.check_work(training.lengths, training.widths, {n: request.input_widths(n) for n in training.loss.ranks})
+            training.loss.check_work(request.lengths, request.target_widths, {n: request.input_widths(n) for n in training.loss.ranks})
             training.affordable = True
         except Exception as error:
             self.finish(block, None, as_server_error(error, block.item))
@@ -196,24 +205,25 @@ class Executor:
         for block in blocks:
             order.setdefault(id(block.item.payload.resident), []).append(block)
         blocks = [block for group in order.values() for block in group]
-        lengths = np.concatenate([block.item.payload.lengths[block.datums] for block in blocks])
-        widths = np.concatenate([block.item.payload.widths[block.datums] for block in blocks])
-        cell_ends = np.cumsum(lengths * np.maximum(widths, 1)).tolist()
-        num_tokens, num_cells = int(lengths.sum()), cell_ends[-1]
+        lengths = _joined([block.of(block.item.payload.request.lengths) for block in blocks])
+        widths = _joined([block.of(block.item.payload.request.target_widths) for block in blocks])
+        cell_ends = list(accumulate(_joined([block.of(block.item.payload.request.cells) for block in blocks]).tolist()))
+        num_tokens, num_cells = sum(block.tokens for block in blocks), cell_ends[-1]
         most_inputs = max(len(block.item.payload.inputs) for block in blocks)
-        written = sum(int(block.item.payload.request.written_cells[block.datums].sum()) for block in blocks)
+        written = sum(int(block.of(block.item.payload.request.written_cells).sum()) for block in blocks)
         buffers = self.buffers.take(num_tokens, num_cells, most_inputs * num_cells, written)
-        tokens, targets = buffers.tokens[:num_tokens], buffers.targets[:num_cells]
-        batch = MicroBatch(tokens, targets, lengths, widths, [], buffers)
-        row = cell = seq = at = 0  # at: in buffers.inputs
+        tokens, targets, values = buffers.host
+        batch = MicroBatch(buffers.tokens[:num_tokens], buffers.targets[:num_cells], lengths, widths, [], buffers)
+        row = cell = seq = at = 0  # at: in values
         for block in blocks:
             training: Training = block.item.payload
             seqs = slice(seq, seq + len(block.datums))
             rows, cells = slice(row, row + block.tokens), slice(cell, cell_ends[seqs.stop - 1])
-            inputs = {}
+            inputs, spans = {}, {}
             for name, default in training.inputs.items():
-                inputs[name] = buffers.inputs[at : at + cells.stop - cell], default
-                at += cells.stop - cell
+                spans[name] = slice(at, at + cells.stop - cell)
+                inputs[name] = values[spans[name]], default
+                at = spans[name].stop
             codec.fill(training.request, block.datums, tokens[rows], targets[cells], inputs, buffers.zeroed)
             segment = Segment(
                 adapter=training.resident.adapter,
@@ -223,7 +233,7 @@ class Executor:
                 seqs=seqs,
                 rows=rows,
                 cells=cells,
-                inputs={name: tensor for name, (tensor, _) in inputs.items()} | self._other_inputs(training, block),
+                inputs={name: buffers.inputs[span] for name, span in spans.items()} | self._other_inputs(training, block),
                 loss=training.loss,
                 listed=self._listed(training, block),
                 tag=block,
@@ -237,13 +247,13 @@ class Executor:
         if not self.skip_unlisted or "weights" not in training.loss.optional:
             return None
         cells = codec.listed_cells(training.request, block.datums, ["target_tokens", *training.inputs])
-        starts = training.cell_starts
-        return cells if len(cells) < int((starts[block.datums + 1] - starts[block.datums]).sum()) else None
+        return cells if len(cells) < int(block.of(training.request.cells).sum()) else None
 
     def _other_inputs(self, training: Training, block: Block) -> dict[str, torch.Tensor]:
         """What codec.fill does not write: inputs of another shape than the targets (a custom loss's), and those of our own records."""
-        starts = training.cell_starts
-        cells = int((starts[block.datums + 1] - starts[block.datums]).sum())
+        if not training.loss.ranks and not training.supplied:
+            return {}
+        starts, cells = training.request.cell_starts, int(block.of(training.request.cells).sum())
         spread = {name: torch.from_numpy(codec.spread_input(training.request, block.datums, name)) for name in training.loss.ranks}
         return {name: x if len(x) == cells else x.view(cells, -1) for name, x in spread.items()} | {
             name: torch.from_numpy(np.concatenate([values[starts[d] : starts[d + 1]] for d in block.datums.tolist()]))
@@ -301,7 +311,7 @@ class Executor:
             self.scheduler.fail(item, without_frames(error))
         with training.resident.lock:
             if result is not None and not item.failed:
-                training.take(block.index, block.datums, result.logprobs.numpy(), result.metrics, result.grad)
+                training.take(block, result.logprobs.numpy(), result.metrics, result.grad)
             committed = self.scheduler.completed(block)
             over, failed = item.blocks_left == 0, item.failed  # under the lock: of the threads that ran its blocks, one saw the last end
             for whole in committed:  # one that ended before those in front of it kept its payload until now

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from spindle.codec import ScannedRequest
@@ -11,14 +13,14 @@ from spindle.sampling import SampleRecords
 __all__ = ["recorded_logprobs"]
 
 
-def recorded_logprobs(request: ScannedRequest, cell_starts: np.ndarray, records: SampleRecords, session: str | None) -> np.ndarray:
+def recorded_logprobs(request: ScannedRequest, records: SampleRecords, session: str | None) -> np.ndarray:
     """[cells] float32: the sampler's logprob of each target token that a ``sampled_tokens`` span covers, NaN elsewhere.
 
-    cell_starts: [D + 1]. The ``loss_fn_input_spans`` of a datum tile its target_tokens [N]. Raises InvalidRequest naming datum and span.
+    The ``loss_fn_input_spans`` of a datum tile its target_tokens [N]. Raises InvalidRequest naming datum and span.
     """
-    logprobs = np.full(int(cell_starts[-1]), np.nan, dtype=np.float32)
-    for datum in range(request.num_datums):
-        start, stop = int(cell_starts[datum]), int(cell_starts[datum + 1])
+    starts = request.cell_starts.tolist()
+    logprobs = np.full(starts[-1], np.nan, dtype=np.float32)
+    for datum, (start, stop) in enumerate(pairwise(starts)):
 
         def fail(text: str, datum: int = datum) -> InvalidRequest:
             return InvalidRequest(f"datum {datum}: loss_fn_input_spans: {text}", request.model_id, request.seq_id)

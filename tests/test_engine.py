@@ -583,7 +583,7 @@ def test_results_are_handed_out_beside_the_next_micro_batch(model, monkeypatch):
         settle, settlers = loop.executor.settle, []
 
         def told(batch, results):
-            settlers.append(threading.current_thread().name.rpartition("_")[0] or threading.current_thread().name)
+            settlers.append(threading.current_thread().name)
             settle(batch, results)
 
         monkeypatch.setattr(loop.executor, "run", once_the_next_lies_ready(loop))

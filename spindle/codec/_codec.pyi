@@ -78,6 +78,12 @@ class ScannedRequest:
     def target_widths(self) -> npt.NDArray[np.int64]:
         """[D] -1 without target_tokens, 0 for [N], K for [N, K]."""
     @property
+    def cells(self) -> npt.NDArray[np.int64]:
+        """[D] cells of target_tokens: n for [N], n * K for [N, K], 0 without."""
+    @property
+    def cell_starts(self) -> npt.NDArray[np.int64]:
+        """[D + 1] their running sum from 0."""
+    @property
     def written_cells(self) -> npt.NDArray[np.int64]:
         """[D] cells of target_tokens that ``fill`` writes into zeroed memory; those listed, or those between zeros at either end."""
     @property
@@ -91,7 +97,8 @@ class ScannedRequest:
     def released(self) -> bool: ...
     def input_widths(self, name: str) -> npt.NDArray[np.int64]:
         """[D] -1 where absent, 0 for [N], K for [N, K], -2 for one number without a shape."""
-    def input_is_integer(self, name: str) -> npt.NDArray[np.bool_]: ...
+    def input_faults(self, name: str) -> tuple[int, int, int]:
+        """The first datum that lacks it, that has it in another shape than target_tokens, in an integer type; -1 where none does."""
     def spans(self, datum: int) -> tuple[list[tuple[str, str, int, int]], list[tuple[str, str, int, int]]]:
         """(of model_input, of loss_fn_inputs), each (``prompt_tokens`` or ``sampled_tokens``, sequence_id, offset, length)."""
     def release(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,10 +26,14 @@ class Buffers:
     targets: torch.Tensor  # int64
     inputs: torch.Tensor  # float32, of all segments and names
     zeroed: bool
+    host: tuple[np.ndarray, np.ndarray, np.ndarray] = field(init=False)  # the three as numpy sees them
+
+    def __post_init__(self) -> None:
+        self.host = self.tokens.numpy(), self.targets.numpy(), self.inputs.numpy()
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.targets.nbytes + self.inputs.nbytes
+        return sum(part.nbytes for part in self.host)
 
 
 class BufferPool:
@@ -51,7 +55,8 @@ class BufferPool:
         zeroed = written <= ZEROED_SHARE * targets
         with self._lock:
             for i, kept in enumerate(self._kept):
-                if kept.zeroed == zeroed and len(kept.tokens) >= tokens and len(kept.targets) >= targets and len(kept.inputs) >= inputs:
+                sizes = [part.size for part in kept.host]
+                if kept.zeroed == zeroed and sizes[0] >= tokens and sizes[1] >= targets and sizes[2] >= inputs:
                     return self._kept.pop(i)
         return Buffers(self._new(tokens, torch.int32), self._new(targets, torch.int64), self._new(inputs, torch.float32), zeroed)
 

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "get", "names", "register"]
 
-_LOSSES: dict[str, Loss] = {}
 TARGETS = "target_tokens"
+_LOSSES: dict[str, Loss] = {}
+_known = {TARGETS}  # the inputs that any of them takes
 RANKS = ("one number", "[N]", "[N, K], K being that of target_tokens, or one for all datums where those are [N]")
 
 
 def register(loss: Loss) -> None:
     """Make ``loss`` known under its name."""
     _LOSSES[loss.name] = loss
+    _known.update(loss.required, loss.optional)
 
 
 def names() -> list[str]:
@@ -45,13 +47,19 @@ def _shape(width: int) -> str:
     return {-1: "absent", -2: "[]", 0: "[N]"}.get(width, f"[N, {width}]")
 
 
+def _first(mask: np.ndarray) -> int:
+    """The first datum of a [D] mask, -1 where there is none."""
+    at = int(mask.argmax())
+    return at if mask[at] else -1
+
+
 def _of_other_rank(rank: int, widths: np.ndarray, targets: np.ndarray, request: ScannedRequest) -> np.ndarray:
-    """The datums whose input is not of the rank that a custom loss declared; widths and targets are [D]."""
+    """[D]: whether the datum's input is not of the rank that a custom loss declared; widths and targets are [D]."""
     if rank == 0:  # one value of one token may have come as [1]
-        return np.flatnonzero((widths != -2) & ~((widths == 0) & (np.asarray(request.lengths) == 1)))
+        return (widths != -2) & ~((widths == 0) & (request.lengths == 1))
     if rank == 1:
-        return np.flatnonzero(widths != 0)
-    return np.flatnonzero((widths < 1) | (widths != np.where(targets > 0, targets, widths[0])))
+        return widths != 0
+    return (widths < 1) | (widths != np.where(targets > 0, targets, widths[0]))
 
 
 def _check_config(loss: Loss, given: Config) -> dict[str, float | str]:
@@ -76,46 +84,41 @@ def check(request: ScannedRequest) -> dict[str, float | str]:
     def fail(text: str) -> InvalidRequest:
         return InvalidRequest(text, request.model_id, request.seq_id)
 
+    given = request.loss_fn_config
     try:
-        loss = get(request.loss_fn, request.loss_fn_config)
+        loss = get(request.loss_fn, given)
     except InvalidRequest as error:
         raise fail(str(error)) from None
     try:
-        config = _check_config(loss, dict(request.loss_fn_config))
+        config = _check_config(loss, given)
     except ValueError as error:
         raise fail(f"loss_fn_config: {error}") from None
-    targets = np.asarray(request.target_widths)
-    missing = np.flatnonzero(targets < 0)
-    if len(missing):
-        raise fail(f"datum {missing[0]}: {TARGETS} is missing; every loss needs it")
-    known = {TARGETS}.union(*((*x.required, *x.optional) for x in _LOSSES.values()))
+    met = request.input_names
+    faults = {name: request.input_faults(name) for name in (TARGETS, *met)}
+    if (missing := faults[TARGETS][0]) >= 0:
+        raise fail(f"datum {missing}: {TARGETS} is missing; every loss needs it")
     mine = {*loss.required, *loss.optional}
-    met = list(request.input_names)
     for name in met:
-        if name in loss.supplied or (name not in known and name not in mine):
-            datum = int(np.flatnonzero(np.asarray(request.input_widths(name)) != -1)[0])
+        if name in loss.supplied or (name not in _known and name not in mine):
+            datum = _first(request.input_widths(name) != -1)
             raise fail(
                 f"datum {datum}: loss_fn_inputs has {name!r}, which no loss knows; {loss.name} takes {', '.join(sorted(mine | {TARGETS}))}"
             )
     for name in loss.required:
-        absent = np.flatnonzero(np.asarray(request.input_widths(name)) == -1) if name in met else [0]
-        if len(absent):
-            raise fail(f"datum {absent[0]}: {name} is missing; {loss.name} needs {', '.join((TARGETS, *loss.required))}")
+        if (absent := faults[name][0] if name in faults else 0) >= 0:
+            raise fail(f"datum {absent}: {name} is missing; {loss.name} needs {', '.join((TARGETS, *loss.required))}")
     for name in met:
         if name not in mine:
             continue
-        widths = np.asarray(request.input_widths(name))
-        rank = loss.ranks.get(name)
-        wrong = np.flatnonzero((widths != -1) & (widths != targets)) if rank is None else _of_other_rank(rank, widths, targets, request)
-        if len(wrong):
-            d = int(wrong[0])
+        _, misshapen, integer = faults[name]
+        if (rank := loss.ranks.get(name)) is not None:
+            misshapen = _first(_of_other_rank(rank, request.input_widths(name), request.target_widths, request))
+        if misshapen >= 0:
+            width, target = (int(widths[misshapen]) for widths in (request.input_widths(name), request.target_widths))
             fits = "they must be the same" if rank is None else f"the loss takes {RANKS[rank]}"
-            raise fail(f"datum {d}: {name} has shape {_shape(int(widths[d]))} but {TARGETS} has {_shape(int(targets[d]))}; {fits}")
-        integer = np.flatnonzero(np.asarray(request.input_is_integer(name)) & (widths != -1))
-        if len(integer):
-            raise fail(f"datum {integer[0]}: {name} has an integer dtype; it must be float32 or bfloat16")
-    if loss.needs_spans:
-        bare = np.flatnonzero(~np.asarray(request.has_spans))
-        if len(bare):
-            raise fail(f"datum {bare[0]}: no sampled_tokens span; {loss.name} reads the sampler's own logprobs of the named sequence")
+            raise fail(f"datum {misshapen}: {name} has shape {_shape(width)} but {TARGETS} has {_shape(target)}; {fits}")
+        if integer >= 0:
+            raise fail(f"datum {integer}: {name} has an integer dtype; it must be float32 or bfloat16")
+    if loss.needs_spans and (bare := _first(~request.has_spans)) >= 0:
+        raise fail(f"datum {bare}: no sampled_tokens span; {loss.name} reads the sampler's own logprobs of the named sequence")
     return config

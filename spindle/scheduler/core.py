@@ -19,6 +19,8 @@ from spindle.scheduler.fairness import Client, Rings
 from spindle.scheduler.items import Block, Item, Kind
 from spindle.scheduler.queues import AdapterQueue
 
+LET_BEGIN_S = 0.001  # waking a thread and filling a small micro-batch take a quarter of it
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -61,6 +63,8 @@ class Scheduler:
         self._work_ready = [threading.Condition(self._lock) for _ in range(devices)]
         self._ahead_ready = [threading.Condition(self._lock) for _ in range(devices)]
         self._idle = [False] * devices  # its own thread waits for work and has not been told of any
+        self._starting = [False] * devices  # it has been told, and has not begun yet
+        self._begun = threading.Condition(self._lock)
         self._preparing = [False] * devices  # the thread that works ahead has taken work and not yet handed it over
         self._io_ready = threading.Condition(self._lock)
         self._all_devices = range(devices)
@@ -200,6 +204,7 @@ class Scheduler:
                         self._ahead_ready[device].wait(longest)
                     else:
                         self._idle[device] = True
+                        self._has_begun(device)  # told in vain: there is nothing for it
                         self._work_ready[device].wait(longest)
                         self._idle[device] = False
             for item, error in doomed:
@@ -223,10 +228,28 @@ class Scheduler:
             self._preparing[device] = False
         self.wake(device)
 
+    def begun(self, device: int) -> None:
+        """The device's thread starts to compute what ``next_work`` gave."""
+        with self._lock:
+            self._has_begun(device)
+
+    def let_begin(self, timeout_s: float = LET_BEGIN_S) -> None:
+        """For a thread that has much more to do after a ``put`` and holds the interpreter meanwhile, which an idle device that the ``put``
+        woke needs first: wait until such devices have begun to compute, at most ``timeout_s``."""
+        with self._lock:
+            if True in self._starting:
+                self._begun.wait_for(lambda: True not in self._starting, timeout_s)
+
+    def _has_begun(self, device: int) -> None:
+        if self._starting[device]:
+            self._starting[device] = False
+            self._begun.notify_all()
+
     def _tell(self, device: int) -> None:
         """There is work: for the device's thread if it waits, else for the one that works ahead."""
         if self._idle[device]:
             self._idle[device] = False
+            self._starting[device] = True
             self._work_ready[device].notify()
         else:
             self._ahead_ready[device].notify()

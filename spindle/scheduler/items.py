@@ -31,7 +31,6 @@ class Item:
     payload: Any = None
     fingerprint: bytes | None = None
     nbytes: int = 0
-    tokens: int = 0
     blocks: list[np.ndarray] = field(default_factory=list)  # datum indices per block
     block_tokens: list[int] = field(default_factory=list)
     next_block: int = 0  # first block not yet handed out
@@ -45,11 +44,9 @@ class Item:
     result: Any = None  # the executor's running result
     queued_at: float = field(default_factory=time.monotonic)
 
-    def cut(self, lengths: np.ndarray, budget_tokens: int) -> None:
-        """Cut a TRAIN item into blocks. lengths: [D] int64 tokens per datum."""
-        self.blocks = make_blocks(lengths, budget_tokens)
-        self.tokens = int(lengths.sum())
-        self.block_tokens = [self.tokens] if len(self.blocks) == 1 else [int(lengths[block].sum()) for block in self.blocks]
+    def cut(self, lengths: np.ndarray, budget_tokens: int, num_tokens: int | None = None) -> None:
+        """Cut a TRAIN item into blocks. lengths: [D] int64 tokens per datum; num_tokens: their sum, where it is known."""
+        self.blocks, self.block_tokens = make_blocks(lengths, budget_tokens, num_tokens)
         self.blocks_left = len(self.blocks)
 
     def drop_payload(self) -> None:
@@ -73,3 +70,7 @@ class Block:
     @property
     def datums(self) -> np.ndarray:
         return self.item.blocks[self.index]
+
+    def of(self, per_datum: np.ndarray) -> np.ndarray:
+        """What belongs to its datums of a [D] array of the request."""
+        return per_datum if len(self.item.blocks) == 1 else per_datum[self.datums]

@@ -66,6 +66,7 @@ async def train(call: Call, nbytes: int, scan: Callable[[], Any]) -> Response:
         seq_id, tokens = request.seq_id, request.num_tokens
         curve = None if request.forward_only else model.losses
         future = server.engine.enqueue(request)
+        server.engine.scheduler.let_begin()
     request_id = f"{model.model_id}:{seq_id}"
     entry = server.futures.same(request_id, future)
     if entry is None:

@@ -159,9 +159,16 @@ def assert_agrees(raw: bytes, scanned: codec.ScannedRequest) -> None:
         tensors = [read_tensor(datum.loss_fn_inputs[name]) if name in datum.loss_fn_inputs else None for datum in message.data]
         widths = [-1 if t is None else t.shape[1] if t.ndim == 2 else 0 for t in tensors]
         assert scanned.input_widths(name).tolist() == widths
-        assert scanned.input_is_integer(name).tolist() == [t is not None and t.dtype.kind == "i" for t in tensors]
+        present = [(d, t) for d, t in enumerate(tensors) if t is not None]
+        misshapen = [d for d, t in present if widths[d] != scanned.target_widths[d]]
+        integers = [d for d, t in present if t.dtype.kind == "i"]
+        assert scanned.input_faults(name) == tuple(
+            (found or [-1])[0] for found in ([d for d, w in enumerate(widths) if w == -1], misshapen, integers)
+        )
         if name == "target_tokens":
             assert scanned.target_widths.tolist() == widths
+    cells = [n * max(int(k), 1) if k >= 0 else 0 for n, k in zip(lengths, scanned.target_widths, strict=True)]
+    assert scanned.cells.tolist() == cells and scanned.cell_starts.tolist() == [sum(cells[:d]) for d in range(len(cells) + 1)]
     for index, datum in enumerate(message.data):
         spans = [
             [

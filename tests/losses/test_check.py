@@ -36,8 +36,10 @@ class Scanned:
     def input_widths(self, name):
         return np.array(self.widths[name])
 
-    def input_is_integer(self, name):
-        return np.full(len(self.target_widths), name in self.integers)
+    def input_faults(self, name):
+        widths = self.target_widths if name == "target_tokens" else self.input_widths(name)
+        faults = (widths == -1, (widths != -1) & (widths != self.target_widths), np.full(len(widths), name in self.integers))
+        return tuple(int(mask.argmax()) if mask.any() else -1 for mask in faults)
 
 
 RATIO = {"logprobs": [0, 0], "advantages": [0, 0]}

@@ -32,7 +32,8 @@ def test_equals_the_textbook_loop(lengths, budget):
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=80), st.integers(1, 256))
 def test_blocks_hold_every_datum_once_within_the_budget(lengths, budget):
     lengths = np.array(lengths)
-    blocks = make_blocks(lengths, budget)
+    blocks, tokens = make_blocks(lengths, budget)
+    assert tokens == [lengths[block].sum() for block in blocks]
     assert sorted(np.concatenate(blocks).tolist()) == list(range(len(lengths)))
     for block in blocks:
         assert block.tolist() == sorted(block.tolist())
