@@ -369,33 +369,76 @@ py::array_t<float> py_spread_input(const ScannedRequest& scanned, const IntArray
     return array_of(values);
 }
 
-py::bytes py_encode(const FloatArray& logprobs, const IntArray& lengths, const IntArray& widths,
-                    const std::vector<std::pair<std::string, double>>& metrics) {
-    if (lengths.size() != widths.size()) throw py::value_error("lengths and widths must have one entry per datum");
-    OutputContent content;
-    content.logprobs = logprobs.data();
-    content.lengths = lengths.data();
-    content.widths = widths.data();
-    content.num_datums = static_cast<size_t>(lengths.size());
-    content.metrics = metrics;
-    int64_t cells = 0;
-    for (size_t d = 0; d < content.num_datums; ++d) {
-        if (content.lengths[d] < 0 || content.widths[d] < 0) throw py::value_error("lengths and widths must not be negative");
-        cells += content.lengths[d] * std::max<int64_t>(content.widths[d], 1);
-    }
-    if (cells != logprobs.size())
-        throw py::value_error("logprobs has " + std::to_string(logprobs.size()) + " cells: lengths and widths ask for " + std::to_string(cells));
-    const size_t size = encoded_size(content);
-    auto out = py::reinterpret_steal<py::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
-    if (!out) throw py::error_already_set();
-    auto* to = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(out.ptr()));
-    {
+// The bytes of an answer while they come to be. Nobody sees them before finish().
+class Answer {
+  public:
+    Answer(const IntArray& lengths, const IntArray& widths) : outline_(checked_outline(lengths, widths)), missing_(outline_.num_datums()) {
+        placed_.resize(outline_.num_datums());
+        capacity_ = outline_.size() + room_for_metrics;
+        bytes_ = py::reinterpret_steal<py::object>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(capacity_)));
+        if (!bytes_) throw py::error_already_set();
         const py::gil_scoped_release no_gil;
-        prefer_huge_pages(to, size);
-        encode_output(content, to);
+        prefer_huge_pages(memory(), capacity_);
+        outline_.write(memory());
     }
-    return out;
-}
+
+    void place(const IntArray& indices, const FloatArray& logprobs) {
+        int64_t cells = 0;
+        for (py::ssize_t i = 0; i < indices.size(); ++i) {
+            const int64_t datum = indices.data()[i];
+            if (datum < 0 || static_cast<size_t>(datum) >= outline_.num_datums())
+                throw py::index_error("datum " + std::to_string(datum) + " of " + std::to_string(outline_.num_datums()));
+            cells += outline_.cells(static_cast<size_t>(datum));
+        }
+        check_cells(logprobs, cells);
+        const py::gil_scoped_release no_gil;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (!bytes_) throw std::runtime_error("the answer is finished");
+        const float* from = logprobs.data();
+        for (py::ssize_t i = 0; i < indices.size(); ++i) {
+            const auto datum = static_cast<size_t>(indices.data()[i]);
+            const auto n = static_cast<size_t>(outline_.cells(datum));
+            if (n) std::memcpy(memory() + outline_.offset(datum), from, 4 * n);
+            from += n;
+            missing_ -= placed_[datum] ? 0 : 1;
+            placed_[datum] = true;
+        }
+    }
+
+    py::object finish(const Metrics& metrics) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (!bytes_) throw std::runtime_error("the answer is finished");
+        if (missing_) throw std::runtime_error("logprobs of " + std::to_string(missing_) + " datums are missing");
+        const size_t size = outline_.size() + write_metrics(metrics, nullptr);
+        PyObject* bytes = bytes_.release().ptr();
+        if (size > capacity_ && _PyBytes_Resize(&bytes, static_cast<Py_ssize_t>(size)) != 0) throw py::error_already_set();
+        write_metrics(metrics, reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(bytes)) + outline_.size());
+        if (size < capacity_ && _PyBytes_Resize(&bytes, static_cast<Py_ssize_t>(size)) != 0) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(bytes);
+    }
+
+  private:
+    static constexpr size_t room_for_metrics = 512;  // so that most often the bytes are only cut to their size, where they lie
+
+    static Outline checked_outline(const IntArray& lengths, const IntArray& widths) {
+        if (lengths.size() != widths.size()) throw py::value_error("lengths and widths must have one entry per datum");
+        for (py::ssize_t d = 0; d < lengths.size(); ++d)
+            if (lengths.data()[d] < 0 || widths.data()[d] < 0) throw py::value_error("lengths and widths must not be negative");
+        return {{lengths.data(), lengths.data() + lengths.size()}, {widths.data(), widths.data() + widths.size()}};
+    }
+    static void check_cells(const FloatArray& logprobs, int64_t cells) {
+        if (cells != logprobs.size())
+            throw py::value_error("logprobs has " + std::to_string(logprobs.size()) + " cells: lengths and widths ask for " + std::to_string(cells));
+    }
+    uint8_t* memory() const { return reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(bytes_.ptr())); }
+
+    std::mutex mutex_;
+    Outline outline_;
+    size_t missing_;
+    std::vector<bool> placed_;
+    size_t capacity_ = 0;
+    py::object bytes_;  // null once finished
+};
 
 py::tuple py_peek(const py::object& body, const std::optional<std::string>& content_encoding, const Limits& limits) {
     const Encoding encoding = parse_encoding(content_encoding);
@@ -512,7 +555,10 @@ PYBIND11_MODULE(_codec, m, py::mod_gil_not_used()) {
     m.def("clear", &py_clear, "request"_a, "datum_indices"_a, "targets"_a, "inputs"_a);
     m.def("listed_cells", &py_listed_cells, "request"_a, "datum_indices"_a, "names"_a);
     m.def("spread_input", &py_spread_input, "request"_a, "datum_indices"_a, "name"_a);
-    m.def("encode_forward_backward", &py_encode, "logprobs"_a, "lengths"_a, "widths"_a, "metrics"_a);
+    py::class_<Answer>(m, "Answer")
+        .def(py::init<const IntArray&, const IntArray&>(), "lengths"_a, "widths"_a)
+        .def("place", &Answer::place, "datum_indices"_a, "logprobs"_a)
+        .def("finish", &Answer::finish, "metrics"_a);
     m.def("peek", &py_peek, "body"_a, "content_encoding"_a, "limits"_a);
     m.def("pool_stats", [] {
         return py::dict("idle"_a = storage_pool().idle(), "idle_bytes"_a = storage_pool().idle_bytes(), "max_idle"_a = Pool<Storage>::max_idle,

@@ -14,6 +14,7 @@ class Sink {
   public:
     explicit Sink(uint8_t* to) : to_(to) {}
     size_t size() const { return size_; }
+    bool writes() const { return to_ != nullptr; }
 
     void byte(uint8_t value) {
         if (to_) to_[size_] = value;
@@ -26,6 +27,11 @@ class Sink {
     void raw(const void* from, size_t n) {
         if (to_ && n) std::memcpy(to_ + size_, from, n);
         size_ += n;
+    }
+    // n bytes that somebody else writes; returns where.
+    size_t hole(size_t n) {
+        size_ += n;
+        return size_ - n;
     }
     void number(uint32_t field, uint64_t value) {
         varint(field << 3);
@@ -54,23 +60,39 @@ class Sink {
     size_t size_ = 0;
 };
 
-// BatchedTensor of datums [first, last), whose cells begin at `cells`.
-void batched_tensor(Sink& sink, const OutputContent& content, size_t first, size_t last, int64_t first_cell) {
-    const int64_t width = content.widths[first];
-    int64_t rows = 0;
-    for (size_t d = first; d < last; ++d) rows += content.lengths[d];
-    const int64_t row_bytes = 4 * std::max<int64_t>(width, 1);
-    sink.header(1, static_cast<size_t>(rows * row_bytes));
-    sink.raw(content.logprobs + first_cell, static_cast<size_t>(rows * row_bytes));
+}  // namespace
+
+Outline::Outline(std::vector<int64_t> lengths, std::vector<int64_t> widths)
+    : lengths_(std::move(lengths)), widths_(std::move(widths)), offsets_(lengths_.size()) {
+    Sink counter(nullptr);
+    describe(counter);
+    size_ = counter.size();
+}
+
+int64_t Outline::cells(size_t datum) const { return lengths_[datum] * std::max<int64_t>(widths_[datum], 1); }
+
+void Outline::write(uint8_t* to) {
+    Sink sink(to);
+    describe(sink);
+}
+
+// BatchedTensor of datums [first, last).
+template <class Sink>
+void Outline::batched_tensor(Sink& sink, size_t first, size_t last) {
+    size_t nbytes = 0;
+    for (size_t d = first; d < last; ++d) nbytes += 4 * static_cast<size_t>(cells(d));
+    sink.header(1, nbytes);
+    const size_t at = sink.hole(nbytes);
     sink.header(2, 8 * (last - first + 1));
-    int64_t offset = 0;
-    sink.raw(&offset, 8);
+    int64_t before = 0;
     for (size_t d = first; d < last; ++d) {
-        offset += content.lengths[d] * row_bytes;
-        sink.raw(&offset, 8);
+        if (sink.writes()) offsets_[d] = at + static_cast<size_t>(before);
+        sink.raw(&before, 8);
+        before += 4 * cells(d);
     }
+    sink.raw(&before, 8);
     sink.number(3, 1);  // float32
-    if (width > 0) {
+    if (const int64_t width = widths_[first]; width > 0) {
         Sink counter(nullptr);
         counter.varint(static_cast<uint64_t>(width));
         sink.header(4, counter.size());
@@ -78,42 +100,32 @@ void batched_tensor(Sink& sink, const OutputContent& content, size_t first, size
     }
 }
 
-void describe(Sink& sink, const OutputContent& content) {
+template <class Sink>
+void Outline::describe(Sink& sink) {
     sink.string(1, record_type);
-    int64_t first_cell = 0;
-    for (size_t first = 0, last = 0; first < content.num_datums; first = last) {
-        int64_t cells = 0;
-        for (last = first; last < content.num_datums && content.widths[last] == content.widths[first]; ++last)
-            cells += content.lengths[last] * std::max<int64_t>(content.widths[last], 1);
+    for (size_t first = 0, last = 0; first < num_datums(); first = last) {
+        while (last < num_datums() && widths_[last] == widths_[first]) ++last;
         sink.message(2, [&](Sink& record) {
             record.string(1, record_type);
             record.message(2, [&](Sink& entry) {
                 entry.string(1, field_name);
-                entry.message(2, [&](Sink& tensor) { batched_tensor(tensor, content, first, last, first_cell); });
+                entry.message(2, [&](Sink& tensor) { batched_tensor(tensor, first, last); });
             });
             record.number(3, last - first);
         });
-        first_cell += cells;
     }
-    for (const auto& [name, value] : content.metrics) {
+}
+
+size_t write_metrics(const Metrics& metrics, uint8_t* to) {
+    Sink sink(to);
+    for (const auto& [name, value] : metrics) {
         sink.message(3, [&, &key = name, &number = value](Sink& entry) {
             entry.string(1, key);
             entry.varint(2 << 3 | 1);
             entry.raw(&number, 8);
         });
     }
-}
-}  // namespace
-
-size_t encoded_size(const OutputContent& content) {
-    Sink sink(nullptr);
-    describe(sink, content);
     return sink.size();
-}
-
-void encode_output(const OutputContent& content, uint8_t* to) {
-    Sink sink(to);
-    describe(sink, content);
 }
 
 }  // namespace spindle

@@ -305,8 +305,9 @@ class Engine:
             with self._lock:
                 self._scan_s += time.perf_counter() - started
 
-    def enqueue(self, request: codec.ScannedRequest) -> Future[ForwardBackwardResult]:
-        """Queue a scanned request in its adapter's order.
+    def enqueue(self, request: codec.ScannedRequest, encoded: bool = False) -> Future[ForwardBackwardResult]:
+        """Queue a scanned request in its adapter's order. encoded: its result will be asked for as bytes (``encode``), so a large one is
+        written as such while it is computed.
 
         An InvalidRequest (loss inputs that do not fit) takes the request's place in the order and comes back as a failed future. Raises
         NotFound, Conflict, Overloaded, EngineClosed when it takes no place.
@@ -319,7 +320,7 @@ class Engine:
         future: Future[ForwardBackwardResult] = Future()
         item = Item(request.model_id, request.seq_id, Kind.TRAIN, future, fingerprint=bytes(request.fingerprint), nbytes=request.nbytes)
         item.cut(request.lengths, self.config.token_budget, request.num_tokens)
-        item.payload = Training.of(request, config, resident)
+        item.payload = Training.of(request, config, resident, encoded)
         if item.payload.loss.supplied:
             try:
                 item.payload.supplied["sampler_logprobs"] = recorded_logprobs(request, self.records, resident.session)
@@ -331,7 +332,7 @@ class Engine:
         """One request body in (protobuf, plain or zstd), the bytes of its answer out. Errors come through the future."""
         try:
             try:
-                return self.enqueue(self.scan(body, content_encoding)).then(ForwardBackwardResult.encode, self._encoders)
+                return self.enqueue(self.scan(body, content_encoding), encoded=True).then(ForwardBackwardResult.encode, self._encoders)
             except InvalidRequest as error:
                 if error.model_id and error.seq_id > 0 and error.model_id in self._residents:
                     return self.reject(error.model_id, error.seq_id, error)

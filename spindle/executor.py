@@ -32,23 +32,26 @@ logger = logging.getLogger("spindle")
 class ForwardBackwardResult:
     """The answer to one forward or forward_backward: flat logprobs in input order and metrics.
 
-    logprobs: [cells] float32; lengths, widths: [D] int64 (width 0 = ``[N]``, K = ``[N, K]``).
+    logprobs: [cells] float32; lengths, widths: [D] int64 (width 0 = ``[N]``, K = ``[N, K]``). encoded: the same as the bytes of a
+    protobuf ForwardBackwardOutput, for one that was written as such; logprobs are then empty.
     """
 
     def __init__(
-        self, logprobs: np.ndarray, lengths: np.ndarray, widths: np.ndarray, metrics: dict[str, float], seconds: dict[str, float]
+        self,
+        logprobs: np.ndarray,
+        lengths: np.ndarray,
+        widths: np.ndarray,
+        metrics: dict[str, float],
+        seconds: dict[str, float],
+        encoded: bytes | None = None,
     ) -> None:
         self.logprobs = logprobs
         self.lengths = lengths
         self.widths = widths
         self.metrics = metrics
         self._seconds = seconds  # where the time of encoding is counted
-        self._encoded: bytes | None = None
+        self._encoded = encoded
         self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return self.logprobs.nbytes
 
     def encode(self) -> bytes:
         """The protobuf ForwardBackwardOutput, written once."""
@@ -83,7 +86,9 @@ class Training:
     resident: Resident
     loss: losses.Loss  # held from here on: a custom one may be forgotten while the request waits
     inputs: dict[str, float | None]  # what the loss reads of each datum, with what an absent one counts as (None: it is there)
+    encoded: bool = False  # the answer is wanted as bytes
     logprobs: np.ndarray | None = None  # [cells] float32, from the first block that comes back
+    answer: codec.Answer | None = None  # instead, where it is wanted as bytes and comes in several blocks
     metrics: dict[int, tuple[dict[str, float], int]] = field(default_factory=dict)
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of blocks that came early
     next_grad: int = 0
@@ -92,7 +97,7 @@ class Training:
     affordable: bool = False  # its loss's check_work has passed
 
     @classmethod
-    def of(cls, request: codec.ScannedRequest, config: dict[str, float | str], resident: Resident) -> Training:
+    def of(cls, request: codec.ScannedRequest, config: dict[str, float | str], resident: Resident, encoded: bool) -> Training:
         """Of a request that ``losses.check`` has passed."""
         loss = losses.get(request.loss_fn, config)
         known = request.input_names
@@ -101,12 +106,15 @@ class Training:
             for name, value in {**dict.fromkeys(loss.required), **loss.optional}.items()
             if name not in loss.ranks and (value is not None or name in known)
         }
-        return cls(request, config, resident, loss, inputs)
+        return cls(request, config, resident, loss, inputs, encoded)
 
     def take(self, block: Block, logprobs: np.ndarray, metrics: dict[str, float], grad: torch.Tensor | None) -> None:
         """Put one block's result in its place; gradients are added in block order whatever order they come in."""
         if len(block.item.blocks) == 1:
             self.logprobs = logprobs.copy()  # what came is a part of its micro-batch's
+        elif self.encoded:
+            self.answer = self.answer or codec.Answer(self.request.lengths, self.request.target_widths)
+            self.answer.place(block.datums, logprobs)
         else:
             self._place(block.datums, logprobs)
         self.metrics[block.index] = (metrics, len(block.datums))
@@ -127,9 +135,11 @@ class Training:
             at += stop - start
 
     def result(self, seconds: dict[str, float]) -> ForwardBackwardResult:
+        metrics, encoded = combine_metrics([self.metrics[index] for index in sorted(self.metrics)]), None
+        if self.answer is not None:
+            encoded, self.logprobs = self.answer.finish(list(metrics.items())), np.empty(0, np.float32)
         assert self.logprobs is not None
-        metrics = combine_metrics([self.metrics[index] for index in sorted(self.metrics)])
-        return ForwardBackwardResult(self.logprobs, self.request.lengths, self.request.target_widths, metrics, seconds)
+        return ForwardBackwardResult(self.logprobs, self.request.lengths, self.request.target_widths, metrics, seconds, encoded)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -575,6 +575,24 @@ def once_the_next_lies_ready(loop):
     return waiting
 
 
+@pytest.mark.parametrize("budget", [16, 4096])
+def test_bytes_hold_what_the_arrays_do_however_many_micro_batches_it_took(model, budget):
+    """A large answer is written as bytes while it is computed, in the order in which its datums run; a small one at its end."""
+    lengths = [3, 16, 5, 2, 16, 9, 7]
+    data = [datum(n, seed=n) for n in lengths]
+    data[4] = Datum(data[4].tokens, {"target_tokens": np.arange(48).reshape(16, 3), "weights": np.ones((16, 3), np.float32)})
+    with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=budget)) as engine:
+        adapter = engine.create_adapter(rank=4, seed=1)
+        arrays = adapter.forward(data).result(60)
+        answer = engine.submit(body(adapter.model_id, 2, data, forward_only=True)).result(60)
+        assert engine.stats()["micro_batches"] == (8 if budget == 16 else 2)
+    decoded = codec.decode_forward_backward(answer)
+    assert decoded.metrics == arrays.metrics
+    for one, other, n in zip(decoded.loss_fn_outputs, arrays.loss_fn_outputs, lengths, strict=True):
+        assert one["logprobs"].shape == other["logprobs"].shape and len(one["logprobs"]) == n
+        np.testing.assert_array_equal(one["logprobs"], other["logprobs"])
+
+
 def test_results_are_handed_out_beside_the_next_micro_batch(model, monkeypatch):
     """While another lies ready a device does not wait for that; the last one's are handed out by the device's own thread."""
     with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:

@@ -1,7 +1,7 @@
 """Bytes to micro-batch tensors and back. The only Python that imports the compiled extension (see csrc/README.md).
 
 ``scan`` reads and checks a request body once and keeps spans into it; ``fill`` writes chosen datums into a micro-batch's tensors;
-``encode_forward_backward`` writes the answer. All of it runs without the GIL.
+``Answer`` holds the answer, written as its parts come. All of it runs without the GIL.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from spindle.codec import _codec
-from spindle.codec._codec import Limits, ScannedRequest, built_with, listed_cells, pool_stats, spread_input
+from spindle.codec._codec import Answer, Limits, ScannedRequest, built_with, listed_cells, pool_stats, spread_input
 from spindle.codec.arrays import scan_arrays
 from spindle.codec.messages import decode_forward_backward, encode_request, encode_sample_response
 from spindle.errors import MalformedBody
 
 __all__ = [
+    "Answer",
     "Limits",
     "ScannedRequest",
     "built_with",
@@ -82,7 +83,9 @@ def clear(
 def encode_forward_backward(logprobs: Any, lengths: np.ndarray, widths: np.ndarray, metrics: Mapping[str, float]) -> bytes:
     """The protobuf answer of a forward_backward. logprobs: [cells] float32 in input order; lengths: [D] tokens per datum;
     widths: [D], 0 for [N] logprobs, K for [N, K]. Consecutive datums of equal width share one record."""
-    return _codec.encode_forward_backward(_numpy(logprobs), lengths, widths, list(metrics.items()))
+    answer = Answer(lengths, widths)
+    answer.place(np.arange(len(lengths)), _numpy(logprobs))
+    return answer.finish(list(metrics.items()))
 
 
 def peek(body: Any, content_encoding: str | None = None, limits: Limits | None = None) -> tuple[str, int]:

@@ -136,9 +136,18 @@ def listed_cells(request: ScannedRequest, datum_indices: npt.NDArray[np.int64], 
 def spread_input(request: ScannedRequest, datum_indices: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.float32]:
     """An input laid beside the cells: one number at every cell, one per row at every cell of the row, [N, K] beside targets [N] whole."""
 
-def encode_forward_backward(
-    logprobs: npt.NDArray[np.float32], lengths: npt.NDArray[np.int64], widths: npt.NDArray[np.int64], metrics: Sequence[tuple[str, float]]
-) -> bytes: ...
+class Answer:
+    """A forward_backward answer that is written while its parts come: its shapes say where each lies.
+
+    lengths: [D] int64 tokens per datum; widths: [D] int64, 0 for [N] logprobs, K for [N, K].
+    """
+
+    def __init__(self, lengths: npt.NDArray[np.int64], widths: npt.NDArray[np.int64]) -> None: ...
+    def place(self, datum_indices: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> None:
+        """Write the logprobs of datums, end to end in the order given, to their places."""
+    def finish(self, metrics: Sequence[tuple[str, float]]) -> bytes:
+        """The bytes, once. Raises RuntimeError while the logprobs of a datum are missing."""
+
 def peek(body: Any, content_encoding: str | None, limits: Limits) -> tuple[str, int, int]: ...
 def pool_stats() -> dict[str, int]:
     """idle, idle_bytes, max_idle, max_idle_bytes of the arena pool, and allocated_bytes: all that was ever taken from the system."""

@@ -65,7 +65,7 @@ async def train(call: Call, nbytes: int, scan: Callable[[], Any]) -> Response:
         model = server.model(request.model_id, call.owner)
         seq_id, tokens = request.seq_id, request.num_tokens
         curve = None if request.forward_only else model.losses
-        future = server.engine.enqueue(request)
+        future = server.engine.enqueue(request, encoded=True)
         server.engine.scheduler.let_begin()
     request_id = f"{model.model_id}:{seq_id}"
     entry = server.futures.same(request_id, future)

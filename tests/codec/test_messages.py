@@ -59,6 +59,36 @@ def test_answer_sizes_must_agree():
         codec.encode_forward_backward(np.zeros(2, np.float32), np.array([2]), np.array([-2]), {})
 
 
+def test_an_answer_takes_its_parts_in_any_order():
+    lengths, widths = np.array([2, 3, 1, 4]), np.array([0, 2, 2, 0])
+    logprobs = -np.arange(14, dtype=np.float32)
+    parts = np.split(logprobs, np.cumsum([2, 6, 2]))
+    answer = codec.Answer(lengths, widths)
+    answer.place(np.array([3, 1]), np.concatenate([parts[3], parts[1]]))
+    with pytest.raises(RuntimeError, match="logprobs of 2 datums are missing"):
+        answer.finish([])
+    answer.place(np.array([0]), parts[0] + 1)
+    answer.place(np.array([2, 0]), np.concatenate([parts[2], parts[0]]))  # the last word counts
+    metrics = {f"metric {i}:mean": i / 3 for i in range(100)}  # more than there is room for without moving
+    body = answer.finish(list(metrics.items()))
+    assert body == codec.encode_forward_backward(logprobs, lengths, widths, metrics)
+    assert deserialize_forward_backward_output(body).metrics == metrics
+    with pytest.raises(RuntimeError, match="the answer is finished"):
+        answer.place(np.array([0]), parts[0])
+    with pytest.raises(RuntimeError, match="the answer is finished"):
+        answer.finish([])
+
+
+def test_what_does_not_fit_an_answer_is_refused():
+    answer = codec.Answer(np.array([2, 3]), np.array([0, 2]))
+    for indices, cells, text in (([0], 3, "logprobs has 3 cells: lengths and widths ask for 2"), ([1, 0], 7, "has 7 cells")):
+        with pytest.raises(ValueError, match=text):
+            answer.place(np.array(indices), np.zeros(cells, np.float32))
+    for index in (-1, 2):
+        with pytest.raises(IndexError, match=f"datum {index} of 2"):
+            answer.place(np.array([index]), np.zeros(2, np.float32))
+
+
 def test_sample_answer_as_the_sdk_reads_it():
     topk_ids, topk = np.array([[1, 2], [3, 4]]), np.array([[-0.5, -1.5], [-0.25, -2.0]], np.float32)
     output = SampleOutput(
