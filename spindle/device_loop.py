@@ -121,14 +121,13 @@ class DeviceLoop:
             self._settling.release()
 
     def _settle_results(self) -> None:
-        try:
-            while (done := self._results.get()) is not None:
+        while (done := self._results.get()) is not None:
+            try:
                 self.executor.settle(*done)
+            except BaseException:  # this thread goes on: the device's own may have more for it before it ends
+                self._stop()
+            finally:
                 self._settling.release()
-        except BaseException:
-            self._stop()
-            self._settling.release()
-            raise
 
     def _stop(self) -> None:
         """One of the threads came upon an error that nothing foresees: nobody may wait for what it held, and the other one must end."""

@@ -447,8 +447,9 @@ class Engine:
         self.scheduler.close()
         deadline = time.monotonic() + timeout_s
         parts: list[DeviceLoop | IoLoop] = [*self._loops, self._io]
-        for part in parts:
-            part.join(max(0.0, deadline - time.monotonic()))
+        ended = [part.join(max(0.0, deadline - time.monotonic())) for part in parts]
+        if not all(ended):
+            logger.error("the engine's threads did not all end within %g s; what they run is left to itself", timeout_s)
         self._encoders.shutdown(wait=True)
         self.pool.close()
         self._residents.clear()

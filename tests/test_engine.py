@@ -616,6 +616,7 @@ def test_results_are_handed_out_beside_the_next_micro_batch(model, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_while_results_are_handed_out_leaves_nobody_waiting(model, monkeypatch):
+    before = set(threading.enumerate())
     with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:
         adapter = engine.create_adapter(rank=4, seed=1)
         loop = engine._loops[0]
@@ -628,6 +629,8 @@ def test_an_error_while_results_are_handed_out_leaves_nobody_waiting(model, monk
         futures = [adapter.forward_backward([datum(16, seed=i) for i in range(3)]) for _ in range(3)]
         for future in futures:
             assert isinstance(future.exception(30), ServerError | EngineClosed)
+        engine.close(30)
+        assert not [one.name for one in threading.enumerate() if one.name.startswith("spindle") and one not in before]
 
 
 def test_optimizer_settings_of_the_wrong_type_fail_alone(engine):

@@ -354,3 +354,51 @@ def test_who_comes_back_from_idleness_is_level_with_the_others():
         overtaken += 1
         finish(scheduler, work.blocks[0])
     assert overtaken <= 2
+
+
+def waiting(scheduler, got):
+    """A device thread that waits for work."""
+    thread = threading.Thread(target=lambda: got.append(scheduler.next_work(0)), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not scheduler._idle[0] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return thread
+
+
+def test_whoever_woke_a_device_may_wait_until_it_has_begun():
+    scheduler, got = make(), []
+    device = waiting(scheduler, got)
+    scheduler.put(train())
+    device.join(10)
+    began = threading.Timer(0.05, lambda: scheduler.begun(0))
+    began.start()
+    started = time.monotonic()
+    scheduler.let_begin(30)
+    assert 0.02 < time.monotonic() - started < 10
+    began.join(10)
+    scheduler.let_begin(30)  # nobody is about to begin any more
+    finish(scheduler, got[0].blocks[0])
+
+
+def test_nobody_waits_for_a_device_that_is_busy_or_was_woken_for_nothing_and_never_longer_than_asked():
+    scheduler, got = make(), []
+    scheduler.put(train())  # no thread waits for it
+    started = time.monotonic()
+    scheduler.let_begin(30)
+    assert time.monotonic() - started < 5
+    step(scheduler)
+    device = waiting(scheduler, got)
+    future = scheduler.put(train(seq=2))
+    started = time.monotonic()
+    scheduler.let_begin(0.02)  # it has taken the work and does not say that it began
+    assert 0.015 < time.monotonic() - started < 5
+    device.join(10)
+    finish(scheduler, got[0].blocks[0])
+    assert future.done()
+    device = waiting(scheduler, got)  # waits again: what it was told before is over
+    started = time.monotonic()
+    scheduler.let_begin(30)
+    assert time.monotonic() - started < 5
+    scheduler.close()
+    device.join(10)
