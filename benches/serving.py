@@ -18,7 +18,7 @@ import numpy as np
 import spindle
 from spindle import Datum, SchedulerConfig
 from spindle.compute.model import BaseModel
-from spindle.server.serve import running
+from spindle.server.serve import freeze_heap, running
 from tests.tiny import VOCAB, tiny_llama
 
 NAME = "bench/tiny"
@@ -80,4 +80,5 @@ def server(config: SchedulerConfig | None = None, **overrides: Any) -> Iterator[
         tempfile.TemporaryDirectory() as store,
         running(engine, store=store) as url,
     ):
+        freeze_heap()  # as a process that only serves does
         yield engine, url

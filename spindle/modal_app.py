@@ -67,8 +67,11 @@ class _Container:
     """What both kinds of trainer do over a container's life."""
 
     async def begin(self, route: str) -> None:
+        from spindle.server.serve import freeze_heap
+
         self.trainer = await asyncio.to_thread(make_trainer, route)
         await self.trainer.start()
+        freeze_heap()
 
     async def end(self) -> None:
         await self.trainer.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from spindle.server.keys import is_loopback
 from spindle.server.protocol import bounded_protocol
 from spindle.server.settings import ServerSettings
 
-__all__ = ["running", "serve"]
+__all__ = ["freeze_heap", "running", "serve"]
 
 Keys = Mapping[str, str] | Iterable[str] | None
 
@@ -60,6 +61,16 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def freeze_heap() -> None:
+    """For a process that does nothing but serve, once it is ready: take what is there now out of the garbage collector's sight.
+
+    torch and transformers alone are hundreds of thousands of objects that stay to the end; each full collection would look at them all, and
+    stop every thread for a tenth of a second and more.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def serve(
     engine: Any,
     host: str = "127.0.0.1",
@@ -71,8 +82,13 @@ def serve(
     settings: ServerSettings | None = None,
     log_level: str = "info",
 ) -> None:
-    """Serve until interrupted. Raises InvalidRequest when no key is given and ``host`` is not loopback, or the store is in use."""
-    _uvicorn(engine, host, port, store, api_keys, name, aliases, settings, log_level).run()
+    """Serve until interrupted; the process is the server's own (``freeze_heap``).
+
+    Raises InvalidRequest when no key is given and ``host`` is not loopback, or the store is in use.
+    """
+    server = _uvicorn(engine, host, port, store, api_keys, name, aliases, settings, log_level)
+    freeze_heap()
+    server.run()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import io
 import json
 import multiprocessing
@@ -343,3 +345,20 @@ def test_external_weights_can_be_encrypted(rest, training):
     assert set(links.urls) == {"adapter_config.json.age", "adapter_model.safetensors.age", "spindle.json.age"}
     config = pyrage.decrypt(httpx.get(links.urls["adapter_config.json.age"]).content, [identity])
     assert json.loads(config)["r"] == 4
+
+
+def test_a_process_that_only_serves_keeps_what_it_starts_with_from_the_collector(monkeypatch, engine, tmp_path):
+    """Else a full collection stops every thread to look at all of torch."""
+    frozen = []
+
+    class Stub:
+        def run(self):
+            frozen.append(gc.get_freeze_count())
+
+    room = importlib.import_module("spindle.server.serve")
+    monkeypatch.setattr(room, "_uvicorn", lambda *_: Stub())
+    try:
+        room.serve(engine, store=tmp_path)
+        assert frozen[0] > 100_000 and len(gc.get_objects()) < 10_000
+    finally:
+        gc.unfreeze()
