@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 from rich.console import Console
 
+from spindle import __version__
+
 if TYPE_CHECKING:
     from spindle.modal.recipe import Recipe
 
@@ -53,6 +55,19 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             fail(f"cannot listen on {host}:{port}: {error.strerror}. Choose another with --port or --host.")
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"spindle {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True)] = False,
+) -> None:
+    """Options of no command."""
 
 
 @app.command()

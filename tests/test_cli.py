@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import socket
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -34,6 +37,16 @@ def tiny_dir(tmp_path_factory) -> Path:
 def test_help_names_the_commands():
     status, text = spindle("--help")
     assert status == 0 and all(command in text for command in ("serve", "demo", "doctor", "bench"))
+
+
+def test_the_version_comes_without_torch():
+    code = "import sys; from spindle.cli import app; app(['--version'], standalone_mode=False); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"spindle {importlib.metadata.version('spindle-engine')}\n"), done.stderr
+
+
+def test_the_version_leaves_with_status_0():
+    assert spindle("--version") == (0, f"spindle {importlib.metadata.version('spindle-engine')}")
 
 
 def test_serve_of_a_path_that_is_not_there():
