@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from spindle import __version__
+from spindle.errors import SpindleError, UserError
+from spindle.store.model_source import ALLOWED, locate_model
 
 if TYPE_CHECKING:
     from spindle.modal.recipe import Recipe
@@ -36,7 +39,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 def fail(message: str) -> NoReturn:
     """Print what is wrong and leave with status 1."""
-    errors.print(f"[bold red]spindle:[/] {message}", highlight=False, soft_wrap=True)
+    errors.print(f"[bold red]spindle:[/] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(1)
 
 
@@ -105,12 +108,13 @@ def serve(
 ) -> None:
     """Serve a base model to the tinker SDK until interrupted."""
     keys = list(api_key or []) or [key for key in os.environ.get("SPINDLE_API_KEYS", "").split(",") if key]
-    if not Path(model).exists() and model.startswith(("/", ".", "~")):
-        fail(f"{model} does not exist. MODEL is a transformers directory, a GGUF file, or a name on the hub.")
+    try:
+        locate_model(model)
+    except UserError as error:
+        fail(str(error))
     check_port(host, port)
     errors.print(f"loading {model} …", highlight=False)
     from spindle.engine import Engine
-    from spindle.errors import SpindleError
     from spindle.scheduler import SchedulerConfig
     from spindle.server import ServerSettings
     from spindle.server import serve as serve_engine
@@ -131,8 +135,8 @@ def serve(
         )
     except SpindleError as error:
         fail(str(error))
-    except (OSError, ValueError) as error:  # what transformers raises when there is no such model, or it cannot read it
-        fail(f"cannot load {model!r}: {str(error).splitlines()[0]}\nMODEL is a transformers directory, a GGUF file, or a name on the hub.")
+    except (OSError, ValueError) as error:  # what transformers raises when it cannot read the model
+        fail(f"cannot load {model!r}: {str(error).splitlines()[0]}\nMODEL is {ALLOWED}.")
     with engine:
         errors.print(f"serving [bold]{engine.model_name}[/] on http://{host}:{port}, store {store or default_store()}", highlight=False)
         settings = ServerSettings(external_format=external_format)
@@ -189,7 +193,6 @@ app.add_typer(modal_app, name="modal")
 
 
 def load_recipe(path: Path) -> Recipe:
-    from spindle.errors import UserError
     from spindle.modal.recipe import Recipe
 
     try:

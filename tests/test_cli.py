@@ -49,23 +49,33 @@ def test_the_version_leaves_with_status_0():
     assert spindle("--version") == (0, f"spindle {importlib.metadata.version('spindle-engine')}")
 
 
-def test_serve_of_a_path_that_is_not_there():
-    status, text = spindle("serve", "/nowhere/at-all")
-    assert (status, text) == (
-        1,
-        "spindle: /nowhere/at-all does not exist. MODEL is a transformers directory, a GGUF file, or a name on the hub.",
+@pytest.mark.parametrize("given", ["/nowhere/at-all", "./no-such-dir", "models/of/mine", "missing.gguf", "./brackets[/b]"])
+def test_serve_of_a_path_that_is_not_there(given, monkeypatch):
+    monkeypatch.setitem(sys.modules, "spindle.engine", None)  # told before anything heavy is imported
+    status, text = spindle("serve", given)
+    assert (status, text) == (1, f"spindle: model {given!r} does not exist; give a transformers directory, a GGUF file or a hub name")
+
+
+def test_serve_of_a_name_nobody_has():
+    status, text = spindle("serve", "nobody/nothing", "--port", str(free_port()))
+    assert status == 1 and "spindle: model 'nobody/nothing': no such directory here, and loading it from the hub failed: " in text
+    assert text.endswith("; give a transformers directory, a GGUF file or a hub name")
+
+
+def test_serve_of_a_directory_without_a_model(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "spindle.engine", None)
+    status, text = spindle("serve", str(tmp_path))
+    assert status == 1 and text == (
+        f"spindle: model directory '{tmp_path}' holds no config.json and 0 .gguf files; "
+        "give a transformers directory, a GGUF file or a hub name"
     )
 
 
-def test_serve_of_a_name_nobody_has(monkeypatch):
-    status, text = spindle("serve", "nobody/nothing", "--port", str(free_port()))
-    assert status == 1 and "spindle: cannot load 'nobody/nothing':" in text
-    assert text.endswith("MODEL is a transformers directory, a GGUF file, or a name on the hub.")
-
-
-def test_serve_of_a_directory_without_a_model(tmp_path):
+def test_serve_of_a_damaged_model(tmp_path):
+    (tmp_path / "config.json").write_text("{")
     status, text = spindle("serve", str(tmp_path), "--port", str(free_port()))
-    assert status == 1 and "holds no config.json and 0 .gguf files" in text
+    assert status == 1 and f"spindle: cannot load '{tmp_path}': " in text
+    assert text.endswith("MODEL is a transformers directory, a GGUF file or a hub name.")
 
 
 def test_serve_on_a_port_in_use():

@@ -22,6 +22,7 @@ from spindle.compute.head import Head
 from spindle.compute.layout import AdapterLayout, LoraTarget, build_layout
 from spindle.compute.lora import LoraLinear, Route, Router, RowGroup
 from spindle.errors import UserError
+from spindle.store.model_source import ALLOWED, locate_model
 from spindle.types import LoraConfig
 
 __all__ = ["BaseModel", "load_tokenizer"]
@@ -30,25 +31,21 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _ROUTERS = {"gate", "router", "shared_expert_gate"}  # linear maps that choose experts: never adapted
 
 
-def _locate(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """A directory, a hub name, a GGUF file or a directory that holds just one -> arguments of ``from_pretrained``."""
-    path = Path(source)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise UserError(f"model {str(source)!r} is a file but not .gguf; give a transformers directory, a GGUF file or a hub name")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir() and not (path / "config.json").exists():
-        files = sorted(path.glob("*.gguf"))
-        if len(files) != 1:
-            raise UserError(f"model directory {str(source)!r} holds no config.json and {len(files)} .gguf files; name one file")
-        return str(path), {"gguf_file": files[0].name}
-    return str(source), {}
+def _from_pretrained(auto: Any, path: str, **options: Any) -> Any:
+    """``auto.from_pretrained`` of what ``locate_model`` found. Raises UserError for a name that the hub does not give either."""
+    try:
+        return auto.from_pretrained(path, **options)
+    except OSError as error:
+        if Path(path).is_dir():
+            raise
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UserError(f"model {path!r}: no such directory here, and loading it from the hub failed: {reason}; give {ALLOWED}") from error
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """The transformers tokenizer that belongs to a model source (directory, GGUF file or hub name)."""
-    path, extra = _locate(source)
-    return AutoTokenizer.from_pretrained(path, **extra)
+    path, extra = locate_model(source)
+    return _from_pretrained(AutoTokenizer, path, **extra)
 
 
 def _context(config: Any) -> int:
@@ -105,7 +102,7 @@ class BaseModel:
         """source: a transformers decoder directory, hub name, GGUF file, or a built model (which is then changed in place).
 
         dtype None keeps the checkpoint's. check: compare a few tokens with transformers' own attention before anything is trained.
-        Raises UserError, naming the model type and the part, for what is not supported.
+        Raises UserError for a source that is not there, and, naming the model type and the part, for what is not supported.
         """
         if isinstance(source, PreTrainedModel):
             model, name = source, name or source.config.name_or_path or source.config.model_type
@@ -113,9 +110,9 @@ class BaseModel:
             if dtype is not None:
                 model.to(dtype)  # type: ignore[arg-type]
         else:
-            path, extra = _locate(source)
+            path, extra = locate_model(source)
             name = name or (Path(extra["gguf_file"]).stem if extra else path.rstrip("/") if not Path(path).is_dir() else Path(path).name)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", attn_implementation=ATTENTION, **extra)
+            model = _from_pretrained(AutoModelForCausalLM, path, dtype=dtype or "auto", attn_implementation=ATTENTION, **extra)
         model.to(device)  # type: ignore[arg-type]
         base = cls(model, name)
         if check:

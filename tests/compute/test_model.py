@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen3NextConfig
 
+from spindle import Engine
 from spindle.compute.attention import Packing
 from spindle.compute.model import BaseModel, load_tokenizer
 from spindle.errors import UserError
@@ -48,20 +49,70 @@ def test_gguf():
     assert tokenizer.eos_token_id in base.eos_token_ids
 
 
+ALLOWED = "a transformers directory, a GGUF file or a hub name"
+
+
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("files", "named", "text"),
     [
-        (lambda d: d / "weights.bin", "is a file but not .gguf; give a transformers directory, a GGUF file or a hub name"),
-        (lambda d: d, "holds no config.json and 0 .gguf files; name one file"),
+        (["weights.bin"], "weights.bin", f"model '{{}}' is a file but not .gguf; give {ALLOWED}"),
+        ([], "", f"model directory '{{}}' holds no config.json and 0 .gguf files; give {ALLOWED}"),
+        (["a.gguf", "b.gguf"], "", f"model directory '{{}}' holds no config.json and 2 .gguf files; name one file, or give {ALLOWED}"),
+        (
+            ["adapter_config.json"],
+            "",
+            "model directory '{}' holds an adapter and no base model; give the model that it was trained on, and load the adapter with "
+            "create_adapter(state=...)",
+        ),
     ],
 )
-def test_sources_that_are_refused(tmp_path, make, text):
-    source = make(tmp_path)
-    if source.suffix:
-        source.write_bytes(b"")
-    for load in (BaseModel.load, load_tokenizer):
-        with pytest.raises(UserError, match=text.replace(".", r"\.")):
+def test_sources_that_are_refused(tmp_path, files, named, text):
+    for file in files:
+        (tmp_path / file).write_bytes(b"")
+    source = tmp_path / named
+    for load in (BaseModel.load, load_tokenizer, Engine):
+        with pytest.raises(UserError) as error:
             load(source)
+        assert str(error.value) == text.format(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["/no/such-dir", "./no-such-dir", "../no-such-dir", "~/no-such-dir", "a/b/c", "org/name/", "model.gguf", Path("no-such-dir")]
+)
+def test_a_path_that_is_not_there_is_not_sought_on_the_hub(source, monkeypatch):
+    for auto in (AutoModelForCausalLM, AutoTokenizer):
+        monkeypatch.setattr(auto, "from_pretrained", lambda *_, **__: pytest.fail("asked transformers"))
+    for load in (BaseModel.load, load_tokenizer, Engine):
+        with pytest.raises(UserError) as error:
+            load(source)
+        assert str(error.value) == f"model {str(source)!r} does not exist; give {ALLOWED}"
+
+
+@pytest.mark.parametrize("name", ["no-such-dir", "org/no-such-model"])
+def test_a_name_that_the_hub_does_not_give(name, monkeypatch):
+    def from_pretrained(*_, **__):
+        raise OSError("the hub cannot be reached.\nSee its pages on how to be without it.")
+
+    for auto in (AutoModelForCausalLM, AutoTokenizer):
+        monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
+    for load in (BaseModel.load, load_tokenizer, Engine):
+        with pytest.raises(UserError) as error:
+            load(name)
+        assert str(error.value) == (
+            f"model '{name}': no such directory here, and loading it from the hub failed: the hub cannot be reached; give {ALLOWED}"
+        )
+
+
+def test_a_directory_without_weights_is_not_blamed_on_the_hub(tmp_path):
+    tiny_llama().config.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        BaseModel.load(tmp_path)
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_llama(save=tmp_path / "models" / "tiny")
+    assert BaseModel.load("~/models/tiny").name == "tiny"
 
 
 def test_architectures_that_are_refused():
