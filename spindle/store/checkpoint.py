@@ -20,6 +20,7 @@ import numpy as np
 from spindle.errors import InvalidRequest, NotFound, ServerError
 from spindle.store.files import new_directory
 from spindle.store.flat_tensors import Slot, read_flat, write_flat
+from spindle.store.model_source import is_model_directory
 from spindle.types import LoraConfig
 
 __all__ = ["LoadedAdapter", "OptimizerState", "load_adapter", "read_description", "save_adapter"]
@@ -103,7 +104,7 @@ def load_adapter(path: str | os.PathLike[str], layout: Layout | None = None, wit
     """Read an adapter that ``save_adapter`` wrote.
 
     With a ``layout`` the buffers come in its order, and every matrix must be there with its shape.
-    Raises NotFound when there is none, InvalidRequest when it does not fit or holds no optimizer state.
+    Raises NotFound when there is none, InvalidRequest when it is a whole model, does not fit or holds no optimizer state.
     """
     description = read_description(path)
     slots: tuple[Slot, ...]
@@ -129,11 +130,18 @@ def load_adapter(path: str | os.PathLike[str], layout: Layout | None = None, wit
 
 
 def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What ``spindle.json`` says, without reading a tensor. Raises NotFound, or ServerError when it is damaged."""
+    """What ``spindle.json`` says, without reading a tensor. Raises NotFound, InvalidRequest for a model's directory, or ServerError when
+    it is damaged."""
     file = Path(path) / "spindle.json"
     try:
         description = json.loads(file.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if is_model_directory(Path(path)):
+            raise InvalidRequest(
+                f"{Path(path)} is a transformers model directory (a base model, or an adapter merged into one by save(..., "
+                "merged=True)), not a checkpoint of an adapter. Use it as a model: spindle serve, spindle.Engine and transformers load it. "
+                "Needed here is a directory that save(...) wrote without merged=True"
+            ) from None
         raise NotFound(f"no checkpoint at {Path(path)}") from None
     except ValueError as error:
         raise ServerError(f"{file} is damaged: {error}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spindle.errors import UserError
 
-__all__ = ["ALLOWED", "locate_model"]
+__all__ = ["ALLOWED", "is_model_directory", "locate_model"]
 
 ALLOWED = "a transformers directory, a GGUF file or a hub name"
 
@@ -44,3 +44,8 @@ def locate_model(source: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
 def _is_path(source: str | os.PathLike[str]) -> bool:
     """Whether it cannot be meant as a hub name, ``name`` or ``org/name``. A ``Path`` never is: it drops the "./" that would tell."""
     return not isinstance(source, str) or source.startswith(("/", ".", "~")) or source.endswith(".gguf") or source.count("/") > 1
+
+
+def is_model_directory(path: Path) -> bool:
+    """Whether it holds a whole transformers model, as ``save_merged`` writes it, and no adapter."""
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors")) and not any(path.glob("adapter_*"))

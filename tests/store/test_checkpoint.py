@@ -109,6 +109,21 @@ def test_a_missing_checkpoint_is_not_found(tmp_path):
         load_adapter(tmp_path / "nothing")
 
 
+def test_a_file_of_a_checkpoint_is_none(tmp_path):
+    save(tmp_path / "a")
+    with pytest.raises(NotFound, match=r"no checkpoint at .*/a/adapter_model\.safetensors"):
+        load_adapter(tmp_path / "a" / "adapter_model.safetensors")
+
+
+def test_an_adapter_beside_a_config_is_not_taken_for_a_model(tmp_path):
+    save(tmp_path / "a")
+    (tmp_path / "a" / "config.json").write_text("{}")
+    assert load_adapter(tmp_path / "a").lora == LAYOUT.lora
+    (tmp_path / "a" / "spindle.json").unlink()
+    with pytest.raises(NotFound, match="no checkpoint at"):
+        load_adapter(tmp_path / "a")
+
+
 def test_a_damaged_checkpoint_says_which_file(tmp_path):
     save(tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"

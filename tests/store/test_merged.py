@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spindle import Engine
 from spindle.compute.adapter import Adapter
 from spindle.compute.attention import Packing
 from spindle.compute.lora import RowGroup
@@ -120,3 +121,23 @@ def test_a_quantized_base_is_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="a merged export needs a base model that is not quantized; export the adapter alone"):
         merged.save_merged(tmp_path / "whole", base, adapter.layout, adapter.params)
     assert not (tmp_path / "whole").exists()
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 60_000])
+def test_a_whole_model_is_no_adapters_checkpoint(tmp_path, monkeypatch, shard_bytes):
+    monkeypatch.setattr(merged, "SHARD_BYTES", shard_bytes)
+    tiny_llama(save=tmp_path / "base")
+    with Engine(tmp_path / "base", devices=["cpu"]) as engine:
+        adapter = engine.create_adapter(rank=2, seed=0)
+        adapter.save(tmp_path / "merged", merged=True).result()
+        adapter.save(tmp_path / "state").result()
+        for path in (tmp_path / "merged", tmp_path / "base"):
+            for load in (lambda at: adapter.load(at).result(), lambda at: engine.create_adapter(rank=2, state=at), engine.open_snapshot):
+                with pytest.raises(InvalidRequest) as error:
+                    load(path)
+                assert str(error.value) == (
+                    f"{path} is a transformers model directory (a base model, or an adapter merged into one by save(..., merged=True)), "
+                    "not a checkpoint of an adapter. Use it as a model: spindle serve, spindle.Engine and transformers load it. "
+                    "Needed here is a directory that save(...) wrote without merged=True"
+                )
+        adapter.load(tmp_path / "state").result()  # which it still takes
