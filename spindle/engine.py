@@ -18,7 +18,7 @@ import torch
 
 from spindle import codec, losses
 from spindle.compute.adapter import Adapter
-from spindle.compute.groups import Group, group_devices
+from spindle.compute.groups import group_devices
 from spindle.compute.model import BaseModel, load_tokenizer
 from spindle.compute.worker import DeviceWorker
 from spindle.device_loop import DeviceLoop
@@ -76,13 +76,11 @@ def _replicas(source: Any, places: Sequence[torch.device], layers_per_device: in
     base = source if isinstance(source, BaseModel) else BaseModel.load(source, dtype=dtype, check=False)
     groups, per_device = group_devices(base, places, layers_per_device)
     here = (base.device,) if isinstance(source, BaseModel) and len(groups[0]) == 1 else groups[0]  # one that was given stays where it is
-    on: dict[Group, BaseModel] = {base.devices: base}
     models: list[BaseModel] = []
     for group in (here, *groups[1:]):
-        for _ in group:
-            first = on.get(group)
-            models.append(first if first is not None and first not in models else (first or base).replica(group, per_device))
-            on.setdefault(group, models[-1])
+        twin = next((model for model in models if model.devices == group), None)  # its tensors are where this one's are to be
+        models.append(base if twin is None and base.devices == group else (twin or base).replica(group, per_device))
+        models.extend(models[-1].replica(group, per_device) for _ in group[1:])
     if base is not source:
         models[0].check()
     return models

@@ -70,6 +70,7 @@ class Scheduler:
         self._all_devices = range(devices)
         self._rings = Rings(devices, config.quantum_tokens or max(1, config.token_budget // 4))
         self._queues: dict[str, AdapterQueue] = {}
+        self._leaving: list[AdapterQueue] = []  # of removed adapters, while something of theirs runs
         self._clients: dict[str, Client] = {}
         self._operations: list[deque[Item]] = [deque() for _ in range(devices)]
         self._io: deque[Item] = deque()
@@ -97,6 +98,7 @@ class Scheduler:
             if queue is None:
                 raise NotFound(f"no adapter {model_id!r}; create it first")
             queue.closed = True
+            self._leaving = [one for one in (*self._leaving, queue) if one.running_blocks or one.operation is not None]
             doomed = [*queue.ready, *queue.held.values()]
             queue.forget_all()
             client = self._clients[queue.client]
@@ -425,13 +427,15 @@ class Scheduler:
             waiting = (*self._io, *(item for operations in self._operations for item in operations))
             doomed = [item for queue in self._queues.values() for item in (*queue.ready, *queue.held.values()) if not item.started]
             doomed.extend(waiting)
-            started = [] if stopped is None else [i for q in self._queues.values() for i in (*q.started, q.operation) if i is not None]
+            queues = () if stopped is None else (*self._queues.values(), *self._leaving)
+            started = [item for queue in queues for item in (*queue.started, queue.operation) if item is not None]
             lost = [item for item in started if item.kind is not Kind.IO]
             self._io.clear()
             for operations in self._operations:
                 operations.clear()
             for item in (*doomed, *lost):
                 item.failed = True
+                self._release(item)
             for condition in (*self._work_ready, *self._ahead_ready, self._io_ready):
                 condition.notify_all()
         for item in doomed:

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from spindle.errors import Conflict, EngineClosed, InvalidRequest, NotFound, Overloaded
+from spindle.errors import Conflict, EngineClosed, InvalidRequest, NotFound, Overloaded, ServerError
 from spindle.future import Future, failed
 from spindle.scheduler import Item, Kind, Scheduler, SchedulerConfig
 
@@ -402,3 +402,41 @@ def test_nobody_waits_for_a_device_that_is_busy_or_was_woken_for_nothing_and_nev
     assert time.monotonic() - started < 5
     scheduler.close()
     device.join(10)
+
+
+def test_a_closed_scheduler_counts_nothing_as_queued():
+    scheduler = make(adapters=("a", "b"))
+    for item in (train(seq=1), train(seq=3), operation(seq=2), train("b"), operation("b", 2, Kind.IO)):
+        scheduler.put(item)
+    running = scheduler.next_work(0, timeout_s=0).blocks
+    scheduler.close()
+    assert scheduler.stats()["queued_requests"] == len(running)
+    for block in running:
+        finish(scheduler, block)
+    stats = scheduler.stats()
+    assert (stats["queued_requests"], stats["queued_bytes"]) == (0, 0)
+
+
+def test_what_runs_for_an_adapter_that_was_removed_fails_too_when_a_device_stops():
+    scheduler = make(adapters=("a", "b", "c"))
+    futures = [scheduler.put(train("a")), scheduler.put(operation("b"))]
+    operations = scheduler.next_work(0, timeout_s=0).operations
+    blocks = scheduler.next_work(0, timeout_s=0).blocks
+    assert len(operations) == len(blocks) == 1
+    for name in ("a", "b", "c"):
+        scheduler.remove_adapter(name, NotFound("gone"))
+    scheduler.close(ServerError("the device is gone"))
+    for future in futures:
+        assert str(future.exception(0)) == "the device is gone"
+    assert scheduler.stats()["queued_requests"] == 0
+
+
+def test_nothing_of_a_removed_adapter_is_kept_once_it_has_ended():
+    scheduler = make(adapters=("a", "b"))
+    scheduler.put(train("a"))
+    (block,) = scheduler.next_work(0, timeout_s=0).blocks
+    scheduler.remove_adapter("a", NotFound("gone"))
+    assert len(scheduler._leaving) == 1
+    finish(scheduler, block)
+    scheduler.remove_adapter("b", NotFound("gone"))
+    assert not scheduler._leaving
