@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from spindle import __version__
 from spindle.errors import SpindleError, UserError
-from spindle.store.model_source import ALLOWED, locate_model
+from spindle.compute.source import ALLOWED, locate_model
 
 if TYPE_CHECKING:
     from spindle.modal.recipe import Recipe

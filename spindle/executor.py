@@ -168,7 +168,9 @@ class Executor:
         if not blocks:
             return None
         try:
-            return self._fill(blocks)
+            batch = self._fill(blocks)
+            self.worker.uploader.start(batch)
+            return batch
         except Exception as error:
             logger.exception("filling a micro-batch failed")
             for block in blocks:

@@ -12,6 +12,7 @@ import torch
 if TYPE_CHECKING:
     from spindle.compute.adapter import Adapter
     from spindle.compute.buffers import Buffers
+    from spindle.compute.upload import Uploaded
     from spindle.errors import UserError
     from spindle.losses import Loss
 
@@ -51,6 +52,7 @@ class MicroBatch:
     widths: np.ndarray  # [S] int64, 0 for [N] targets, K for [N, K]
     segments: list[Segment]
     buffers: Buffers | None = None  # what the host tensors are views of, when they are to be used again
+    uploaded: Uploaded | None = None  # the same on the device, when they are on their way there
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from spindle.compute.head import Head
 from spindle.compute.layout import AdapterLayout, LoraTarget, build_layout
 from spindle.compute.lora import LoraLinear, Route, Router, RowGroup
 from spindle.errors import UserError
-from spindle.store.model_source import ALLOWED, locate_model
+from spindle.compute.source import ALLOWED, locate_model
 from spindle.types import LoraConfig
 
 __all__ = ["BaseModel", "load_tokenizer"]

@@ -17,6 +17,7 @@ from spindle.compute.batch import MicroBatch, Segment, SegmentResult
 from spindle.compute.head import HeadTask
 from spindle.compute.lora import MIN_ROWS, RowGroup
 from spindle.compute.model import BaseModel
+from spindle.compute.upload import Uploader
 from spindle.errors import InvalidRequest, UserError
 from spindle.types import AdamParams, DimuonParams
 
@@ -26,15 +27,15 @@ __all__ = ["DeviceWorker"]
 class _Task:
     """A segment on the device: its loss as the head asks for it, and what the loss came to."""
 
-    def __init__(self, segment: Segment, batch: MicroBatch, device: torch.device) -> None:
+    def __init__(self, segment: Segment, batch: MicroBatch, inputs: dict[str, torch.Tensor]) -> None:
         self.segment = segment
         self.loss = segment.loss or losses.get(segment.loss_fn, segment.config)
-        inputs, widths = segment.inputs, batch.widths[segment.seqs]
+        widths = batch.widths[segment.seqs]
         offsets = np.concatenate([[0], np.cumsum(np.maximum(widths, 1) * batch.lengths[segment.seqs])])
         if segment.listed is not None:  # the loss sees these cells only; the others count as 0
             at = torch.from_numpy(segment.listed)
-            inputs, offsets = {name: x[at] for name, x in inputs.items()}, np.searchsorted(segment.listed, offsets)
-        self.inputs = {name: x.to(device, non_blocking=True) for name, x in inputs.items()}
+            inputs, offsets = {name: x[at.to(x.device)] for name, x in inputs.items()}, np.searchsorted(segment.listed, offsets)
+        self.inputs = inputs
         self.sequences = losses.Sequences(offsets, widths)
         self.value: torch.Tensor | float = 0.0
         self.error: UserError | None = None
@@ -107,6 +108,7 @@ class DeviceWorker:
         self.model = model
         self.activation_budget = activation_budget
         self.device = model.device
+        self.uploader = Uploader(model.device, model.devices[-1])  # of a spread model: hidden states, logprobs and losses are on the last
         self.seconds = {"forward": 0.0, "backward": 0.0}  # of the host; the head, which does both at once, counts as forward
 
     def run(self, batch: MicroBatch) -> list[SegmentResult]:
@@ -115,14 +117,14 @@ class DeviceWorker:
         What a loss finds wrong with its own segment comes back as that result's ``error``; its neighbours are not touched.
         """
         model, device = self.model, self.device
-        last = model.devices[-1]  # of a spread model: hidden states, logprobs and losses are there
-        tokens, targets = batch.tokens.to(device, non_blocking=True), batch.targets.to(last, non_blocking=True)
+        uploaded = self.uploader.wait(batch)
+        tokens, targets = uploaded.tokens, uploaded.targets
         lengths, short = list(batch.lengths), MIN_ROWS - len(tokens)
         if short > 0:  # a row keeps its bits only from MIN_ROWS rows up: add a sequence that nobody asked for
             tokens = F.pad(tokens, (0, short))
             lengths.append(short)
         started = time.perf_counter()
-        tasks = [_Task(s, batch, last) for s in batch.segments]
+        tasks = [_Task(s, batch, inputs) for s, inputs in zip(batch.segments, uploaded.inputs, strict=True)]
         weights: dict[int, AdapterWeights] = {}
         groups = []
         for s in batch.segments:

@@ -20,7 +20,7 @@ import numpy as np
 from spindle.errors import InvalidRequest, NotFound, ServerError
 from spindle.store.files import new_directory
 from spindle.store.flat_tensors import Slot, read_flat, write_flat
-from spindle.store.model_source import is_model_directory
+from spindle.compute.source import is_model_directory
 from spindle.types import LoraConfig
 
 __all__ = ["LoadedAdapter", "OptimizerState", "load_adapter", "read_description", "save_adapter"]
