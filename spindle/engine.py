@@ -174,7 +174,7 @@ class Engine:
         self._encoders = ThreadPoolExecutor(1, thread_name_prefix="spindle-encode")
         options = dict(sampler_options or {})
         if sampler == "vllm" and isinstance(model, str | Path):
-            options.setdefault("source", str(model))
+            options.setdefault("source", os.path.expanduser(model))
         threads = max(1, (os.cpu_count() or 1) // len(places)) if places[0].type == "cpu" and len(places) > 1 else 0
         self._loops: list[DeviceLoop] = []
         for index, (place, replica) in enumerate(zip(places, models, strict=True)):

@@ -111,7 +111,7 @@ class BaseModel:
                 model.to(dtype)  # type: ignore[arg-type]
         else:
             path, extra = locate_model(source)
-            name = name or (Path(extra["gguf_file"]).stem if extra else path.rstrip("/") if not Path(path).is_dir() else Path(path).name)
+            name = name or (Path(extra["gguf_file"]).stem if extra else path.rstrip("/") if not Path(path).is_dir() else Path(path).resolve().name)
             model = _from_pretrained(AutoModelForCausalLM, path, dtype=dtype or "auto", attn_implementation=ATTENTION, **extra)
         model.to(device)  # type: ignore[arg-type]
         base = cls(model, name)

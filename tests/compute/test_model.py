@@ -109,10 +109,12 @@ def test_a_directory_without_weights_is_not_blamed_on_the_hub(tmp_path):
         BaseModel.load(tmp_path)
 
 
-def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+def test_a_tilde_is_the_home_directory_and_a_dot_has_a_name(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     tiny_llama(save=tmp_path / "models" / "tiny")
     assert BaseModel.load("~/models/tiny").name == "tiny"
+    monkeypatch.chdir(tmp_path / "models" / "tiny")
+    assert BaseModel.load(".").name == "tiny"
 
 
 def test_architectures_that_are_refused():
