@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from spindle import __version__
-from spindle.errors import SpindleError, UserError
 from spindle.compute.source import ALLOWED, locate_model
+from spindle.errors import SpindleError, UserError
 
 if TYPE_CHECKING:
     from spindle.modal.recipe import Recipe

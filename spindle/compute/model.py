@@ -21,8 +21,8 @@ from spindle.compute.experts import EXPERTS, open_experts
 from spindle.compute.head import Head
 from spindle.compute.layout import AdapterLayout, LoraTarget, build_layout
 from spindle.compute.lora import LoraLinear, Route, Router, RowGroup
-from spindle.errors import UserError
 from spindle.compute.source import ALLOWED, locate_model
+from spindle.errors import UserError
 from spindle.types import LoraConfig
 
 __all__ = ["BaseModel", "load_tokenizer"]
@@ -111,7 +111,9 @@ class BaseModel:
                 model.to(dtype)  # type: ignore[arg-type]
         else:
             path, extra = locate_model(source)
-            name = name or (Path(extra["gguf_file"]).stem if extra else path.rstrip("/") if not Path(path).is_dir() else Path(path).resolve().name)
+            if name is None:
+                file = Path(extra.get("gguf_file", path))
+                name = file.stem if extra else file.resolve().name if file.is_dir() else path.rstrip("/")
             model = _from_pretrained(AutoModelForCausalLM, path, dtype=dtype or "auto", attn_implementation=ATTENTION, **extra)
         model.to(device)  # type: ignore[arg-type]
         base = cls(model, name)

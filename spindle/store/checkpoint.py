@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from spindle.compute.source import is_model_directory
 from spindle.errors import InvalidRequest, NotFound, ServerError
 from spindle.store.files import new_directory
 from spindle.store.flat_tensors import Slot, read_flat, write_flat
-from spindle.compute.source import is_model_directory
 from spindle.types import LoraConfig
 
 __all__ = ["LoadedAdapter", "OptimizerState", "load_adapter", "read_description", "save_adapter"]
