@@ -222,7 +222,7 @@ class Engine:
     ) -> AdapterHandle:
         """A fresh LoRA adapter: A as PEFT initialises it (from ``seed``; the same seed gives the same bits), B zero.
 
-        state: start from this checkpoint directory of the same shape instead; ``with_optimizer``: and from its optimizer state.
+        state: start from this directory of the same shape instead, a checkpoint or peft's own; ``with_optimizer``: and its optimizer state.
         client: whose account in the fair schedule it runs on. session: whose recorded samples ``stable_reinforce`` may read.
         Raises UserError naming the field for an impossible shape, or what the checkpoint lacks.
         """

@@ -74,7 +74,7 @@ class AdapterHandle:
         return self._operation(SaveState(Path(path), with_optimizer, replace, merge_into=base))
 
     def load(self, path: str | Path, with_optimizer: bool = False) -> Future[Path]:
-        """Take the weights (and the optimizer state, when asked) of a checkpoint with the same shape."""
+        """Take the weights (and the optimizer state, when asked) of a checkpoint with the same shape; of peft's own, the weights."""
         return self._operation(LoadState(Path(path), with_optimizer))
 
     def publish(self) -> Future[Any]:

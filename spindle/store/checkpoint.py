@@ -4,6 +4,8 @@ adapter_config.json          what PEFT needs
 adapter_model.safetensors    float32 LoRA matrices under PEFT's names
 optimizer.safetensors        exp_avg and exp_avg_sq per matrix (only when saved with the optimizer)
 spindle.json                 LoRA shape, order of the flat buffer, step count, metadata
+
+A directory of peft's own, with the first two files alone, is read too: ``spindle/store/peft_directory.py`` says which.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from spindle.compute.source import is_model_directory
-from spindle.errors import InvalidRequest, NotFound, ServerError
+from spindle.errors import InvalidRequest, ServerError
 from spindle.store.files import new_directory
-from spindle.store.flat_tensors import Slot, read_flat, write_flat
+from spindle.store.flat_tensors import Slot, difference, read_flat, write_flat
+from spindle.store.peft_directory import CONFIG, WEIGHTS, describe_peft
 from spindle.types import LoraConfig
 
 __all__ = ["LoadedAdapter", "OptimizerState", "load_adapter", "read_description", "save_adapter"]
@@ -81,11 +84,11 @@ def save_adapter(
     Raises InvalidRequest when ``path`` exists and ``replace`` is false.
     """
     with new_directory(path, replace) as directory:
-        write_flat(directory / "adapter_model.safetensors", layout.slots, {"": params}, {"format": "pt"})
+        write_flat(directory / WEIGHTS, layout.slots, {"": params}, {"format": "pt"})
         if optimizer is not None:
             moments = {"exp_avg.": optimizer[0], "exp_avg_sq.": optimizer[1]}
             write_flat(directory / "optimizer.safetensors", layout.slots, moments, {"step": str(int(optimizer[2]))})
-        _write_json(directory / "adapter_config.json", _peft_config(layout, base_model))
+        _write_json(directory / CONFIG, _peft_config(layout, base_model))
         _write_json(
             directory / "spindle.json",
             {
@@ -101,9 +104,9 @@ def save_adapter(
 
 
 def load_adapter(path: str | os.PathLike[str], layout: Layout | None = None, with_optimizer: bool = False) -> LoadedAdapter:
-    """Read an adapter that ``save_adapter`` wrote.
+    """Read an adapter that ``save_adapter`` or peft wrote.
 
-    With a ``layout`` the buffers come in its order, and every matrix must be there with its shape.
+    With a ``layout`` the buffers come in its order, rank and alpha must be its own, and every matrix must be there with its shape.
     Raises NotFound when there is none, InvalidRequest when it is a whole model, does not fit or holds no optimizer state.
     """
     description = read_description(path)
@@ -112,17 +115,20 @@ def load_adapter(path: str | os.PathLike[str], layout: Layout | None = None, wit
         slots = tuple(_Slot(name, tuple(shape), offset) for name, shape, offset in description["slots"])
         numel = description["numel"]
     else:
+        _check_fits(description, layout)
         slots, numel = layout.slots, layout.numel
     directory = Path(path)
     optimizer = None
     if with_optimizer:
+        if "from_peft" in description:
+            raise InvalidRequest(f"{directory} was written by peft, which keeps no optimizer state: load its weights only")
         if description["step"] is None:
             raise InvalidRequest("this checkpoint was saved without optimizer state: load its weights only")
         moments = [read_flat(directory / "optimizer.safetensors", slots, numel, prefix) for prefix in ("exp_avg.", "exp_avg_sq.")]
         optimizer = OptimizerState(moments[0], moments[1], description["step"])
     return LoadedAdapter(
         lora=LoraConfig(**description["lora"]),
-        params=read_flat(directory / "adapter_model.safetensors", slots, numel),
+        params=read_flat(directory / WEIGHTS, slots, numel),
         optimizer=optimizer,
         base_model=description["base_model"],
         metadata=description["metadata"],
@@ -130,24 +136,57 @@ def load_adapter(path: str | os.PathLike[str], layout: Layout | None = None, wit
 
 
 def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What ``spindle.json`` says, without reading a tensor. Raises NotFound, InvalidRequest for a model's directory, or ServerError when
-    it is damaged."""
-    file = Path(path) / "spindle.json"
+    """What ``spindle.json`` says, or would say of a directory that peft wrote, without reading a tensor.
+
+    Raises NotFound, InvalidRequest for a model's directory or what means nothing here, or ServerError when it is damaged.
+    """
+    directory = Path(path)
+    file = directory / "spindle.json"
     try:
-        description = json.loads(file.read_text())
+        text = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        if is_model_directory(Path(path)):
+        text = None
+    if text is None:
+        if is_model_directory(directory):
             raise InvalidRequest(
-                f"{Path(path)} is a transformers model directory (a base model, or an adapter merged into one by save(..., "
+                f"{directory} is a transformers model directory (a base model, or an adapter merged into one by save(..., "
                 "merged=True)), not a checkpoint of an adapter. Use it as a model: spindle serve, spindle.Engine and transformers load it. "
                 "Needed here is a directory that save(...) wrote without merged=True"
-            ) from None
-        raise NotFound(f"no checkpoint at {Path(path)}") from None
+            )
+        return describe_peft(directory)
+    try:
+        description = json.loads(text)
     except ValueError as error:
         raise ServerError(f"{file} is damaged: {error}") from error
     if description.get("format") != FORMAT:
         raise ServerError(f"{file} has format {description.get('format')!r}, this version reads format {FORMAT}")
     return description
+
+
+def _check_fits(description: Mapping[str, Any], layout: Layout) -> None:
+    """Raises InvalidRequest when the adapter is of another shape than the layout. The matrices' own shapes are for ``read_flat``."""
+    saved, wanted = description["lora"], asdict(layout.lora)
+    for key in ("rank", "alpha"):
+        if saved[key] != wanted[key]:
+            raise InvalidRequest(
+                f"{key}: the checkpoint's is {saved[key]}, this adapter's {wanted[key]}; they must be equal: create the adapter with "
+                f"{key}={saved[key]}"
+            )
+    what = difference({name for name, *_ in description["slots"]}, {slot.name for slot in layout.slots})
+    if what is None:
+        return
+    flags = ("train_attn", "train_mlp", "train_unembed")
+    here = ", ".join(f"{flag}={wanted[flag]}" for flag in flags)
+    advice = ""
+    if any(saved[flag] != wanted[flag] for flag in flags):
+        there = ", ".join(f"{flag}={saved[flag]}" for flag in flags)
+        advice = f"; it is of an adapter with {there}, this one has {here}: create it with the checkpoint's"
+    elif "from_peft" in description:
+        names = ", ".join((*layout.target_modules, *layout.target_parameters))
+        advice = (
+            f"; with {here} an adapter has {names} in every layer and nothing else: no choice of the three gives what target_modules names"
+        )
+    raise InvalidRequest(f"{WEIGHTS} {what}{advice}")
 
 
 def _peft_config(layout: Layout, base_model: str) -> dict[str, Any]:

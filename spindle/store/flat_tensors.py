@@ -17,7 +17,9 @@ import safetensors
 
 from spindle.errors import InvalidRequest, ServerError
 
-__all__ = ["Slot", "read_flat", "write_flat"]
+__all__ = ["Slot", "difference", "read_flat", "read_shapes", "write_flat"]
+
+_WIDENED = ("F32", "F16", "BF16")  # without loss
 
 
 class Slot(Protocol):
@@ -62,14 +64,20 @@ def write_flat(path: str | os.PathLike[str], slots: Iterable[Slot], buffers: Map
 def read_flat(path: str | os.PathLike[str], slots: Sequence[Slot], numel: int, prefix: str = "") -> np.ndarray:
     """Read the slots' tensors into a new flat float32 array of ``numel`` elements.
 
-    Raises InvalidRequest when the file's tensors are not exactly the slots', ServerError when it cannot be read.
+    Tensors in half precision are widened. Raises InvalidRequest when the file's tensors are not exactly the slots' or may not fit
+    float32, ServerError when it cannot be read.
     """
     flat = np.zeros(numel, np.float32)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             names = {name.removeprefix(prefix) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
-            _check_names(path, names, {slot.name for slot in slots})
+            what = difference(names, {slot.name for slot in slots})
+            if what is not None:
+                raise InvalidRequest(f"{Path(path).name} {what}")
             for slot in slots:
+                dtype = file.get_slice(prefix + slot.name).get_dtype()
+                if dtype not in _WIDENED:
+                    raise InvalidRequest(f"{Path(path).name}: {slot.name} is of type {dtype}; allowed are {', '.join(_WIDENED)}")
                 tensor = file.get_tensor(prefix + slot.name)
                 if tuple(tensor.shape) != tuple(slot.shape):
                     raise InvalidRequest(
@@ -82,8 +90,19 @@ def read_flat(path: str | os.PathLike[str], slots: Sequence[Slot], numel: int, p
     return flat
 
 
-def _check_names(path: str | os.PathLike[str], found: set[str], wanted: set[str]) -> None:
+def read_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """The file's tensors by name, without reading them. Raises ServerError when it cannot be read."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ServerError(f"cannot read {path}: {error}") from error
+
+
+def difference(found: set[str], wanted: set[str]) -> str | None:
+    """How a file's names differ from an adapter's, with the first of them; None when they are the same."""
     missing, extra = sorted(wanted - found), sorted(found - wanted)
-    if missing or extra:
-        what = f"lacks {missing[0]}" if missing else f"holds {extra[0]}, which this adapter does not have"
-        raise InvalidRequest(f"{Path(path).name} {what} ({len(missing)} missing, {len(extra)} unknown tensors)")
+    if not missing and not extra:
+        return None
+    what = f"lacks {missing[0]}" if missing else f"holds {extra[0]}, which this adapter does not have"
+    return f"{what} ({len(missing)} missing, {len(extra)} unknown tensors)"

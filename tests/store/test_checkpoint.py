@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +94,24 @@ def test_loading_without_saved_optimizer_state_is_a_user_error(tmp_path):
 def test_an_adapter_of_another_rank_does_not_fit(tmp_path):
     save(tmp_path / "a")
     other = Layout(LoraConfig(rank=1), (Slot(LAYOUT.slots[0].name, (1, 3), 0), Slot(LAYOUT.slots[1].name, (4, 1), 3)), 7)
-    with pytest.raises(InvalidRequest, match=r"lora_A.weight has shape \[2, 3\], this adapter needs \[1, 3\]"):
+    with pytest.raises(InvalidRequest, match=r"rank: the checkpoint's is 2, this adapter's 1; they must be equal"):
+        load_adapter(tmp_path / "a", other)
+
+
+def test_an_adapter_of_another_alpha_would_be_scaled_otherwise(tmp_path):
+    save(tmp_path / "a")
+    other = replace(LAYOUT, lora=replace(LAYOUT.lora, alpha=16.0))
+    with pytest.raises(InvalidRequest) as error:
+        load_adapter(tmp_path / "a", other)
+    assert str(error.value) == (
+        "alpha: the checkpoint's is 32.0, this adapter's 16.0; they must be equal: create the adapter with alpha=32.0"
+    )
+
+
+def test_an_adapter_of_other_shapes_does_not_fit(tmp_path):
+    save(tmp_path / "a")
+    other = replace(LAYOUT, slots=(Slot(LAYOUT.slots[0].name, (2, 5), 0), LAYOUT.slots[1]))
+    with pytest.raises(InvalidRequest, match=r"lora_A.weight has shape \[2, 3\], this adapter needs \[2, 5\]"):
         load_adapter(tmp_path / "a", other)
 
 
@@ -119,7 +136,8 @@ def test_an_adapter_beside_a_config_is_not_taken_for_a_model(tmp_path):
     save(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text("{}")
     assert load_adapter(tmp_path / "a").lora == LAYOUT.lora
-    (tmp_path / "a" / "spindle.json").unlink()
+    for name in ("spindle.json", "adapter_config.json"):
+        (tmp_path / "a" / name).unlink()
     with pytest.raises(NotFound, match="no checkpoint at"):
         load_adapter(tmp_path / "a")
 
