@@ -79,10 +79,18 @@ def test_fairness_beside_a_flood(figures):
             trained.result(60)
             return time.perf_counter() - started
 
+        worker = engine._loops[0].executor.worker
+        run, floods = worker.run, []
+
+        def timed(batch):
+            started = time.perf_counter()
+            results = run(batch)
+            if len(batch.tokens) == 1024:
+                floods.append(time.perf_counter() - started)
+            return results
+
+        worker.run = timed
         long = [serving.datum(1024, seed=i) for i in range(8)]
-        started = time.perf_counter()
-        flood.forward(long).result(60)
-        micro_batch_s = (time.perf_counter() - started) / 8
         [once() for _ in range(5)]
         alone = [once() for _ in range(40)]
         flooding = [flood.forward(long) for _ in range(64)]
@@ -93,7 +101,7 @@ def test_fairness_beside_a_flood(figures):
         assert sum(future.done() for future in flooding) < 64
         for future in flooding:
             future.cancel()
-        # two turns of waiting (the forward_backward's and the step's), each for the micro-batch that runs
+        micro_batch_s = float(np.median(floods))
         figures["fair_p95_over_solo"] = round((p95(beside) - micro_batch_s) / p95(alone), 2)
         figures["fair"] = {"solo_p95_ms": p95(alone) * 1e3, "beside_p95_ms": p95(beside) * 1e3, "micro_batch_ms": micro_batch_s * 1e3}
 
