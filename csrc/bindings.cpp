@@ -389,6 +389,7 @@ class Answer {
             if (datum < 0 || static_cast<size_t>(datum) >= outline_.num_datums())
                 throw py::index_error("datum " + std::to_string(datum) + " of " + std::to_string(outline_.num_datums()));
             cells += outline_.cells(static_cast<size_t>(datum));
+            if (cells > logprobs.size()) break;
         }
         check_cells(logprobs, cells);
         const py::gil_scoped_release no_gil;
@@ -422,8 +423,14 @@ class Answer {
 
     static Outline checked_outline(const IntArray& lengths, const IntArray& widths) {
         if (lengths.size() != widths.size()) throw py::value_error("lengths and widths must have one entry per datum");
-        for (py::ssize_t d = 0; d < lengths.size(); ++d)
-            if (lengths.data()[d] < 0 || widths.data()[d] < 0) throw py::value_error("lengths and widths must not be negative");
+        int64_t room = int64_t{1} << 40;  // cells
+        for (py::ssize_t d = 0; d < lengths.size(); ++d) {
+            const int64_t length = lengths.data()[d];
+            const int64_t width = std::max<int64_t>(widths.data()[d], 1);
+            if (length < 0 || widths.data()[d] < 0) throw py::value_error("lengths and widths must not be negative");
+            if (length > room / width) throw py::value_error("lengths and widths ask for more than 2^40 cells");
+            room -= length * width;
+        }
         return {{lengths.data(), lengths.data() + lengths.size()}, {widths.data(), widths.data() + widths.size()}};
     }
     static void check_cells(const FloatArray& logprobs, int64_t cells) {

@@ -321,9 +321,14 @@ class Executor:
         error = error or (result.error if result is not None else None)
         if error is not None:
             self.scheduler.fail(item, without_frames(error))
+        if result is not None:
+            try:
+                with training.resident.lock:
+                    if not item.failed:
+                        training.take(block, result.logprobs.numpy(), result.metrics, result.grad)
+            except Exception as problem:  # no memory for its answer: that is this request's alone
+                self.scheduler.fail(item, as_server_error(problem, item))
         with training.resident.lock:
-            if result is not None and not item.failed:
-                training.take(block, result.logprobs.numpy(), result.metrics, result.grad)
             committed = self.scheduler.completed(block)
             over, failed = item.blocks_left == 0, item.failed  # under the lock: of the threads that ran its blocks, one saw the last end
             for whole in committed:  # one that ended before those in front of it kept its payload until now

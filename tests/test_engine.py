@@ -633,6 +633,26 @@ def test_an_error_while_results_are_handed_out_leaves_nobody_waiting(model, monk
         assert not [one.name for one in threading.enumerate() if one.name.startswith("spindle") and one not in before]
 
 
+def test_an_answer_without_room_in_memory_fails_alone(model, monkeypatch):
+    with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:
+        adapter, other = (engine.create_adapter(rank=4, seed=1) for _ in range(2))
+        before = engine.resident(adapter.model_id).adapter.params.clone()
+
+        def no_room(lengths, widths):
+            raise MemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(codec, "Answer", no_room)
+            future = engine.submit(body(adapter.model_id, 1, [datum(16, seed=i) for i in range(3)]))
+            with pytest.raises(ServerError, match="MemoryError while running seq_id 1"):
+                future.result(60)
+        adapter._seq_id = 1
+        assert adapter.optim_step().result(60).metrics["grad_norm"] == 0.0
+        assert torch.equal(engine.resident(adapter.model_id).adapter.params, before)
+        assert other.forward([datum(4)]).result(60).loss == adapter.forward([datum(4)]).result(60).loss
+        assert engine.stats()["queue"]["queued_requests"] == 0
+
+
 def test_optimizer_settings_of_the_wrong_type_fail_alone(engine):
     adapter, other = engine.create_adapter(rank=4, seed=1), engine.create_adapter(rank=4, seed=1)
     with pytest.raises(InvalidRequest, match="optim_step: got dict for an adapter created with the adamw optimizer"):

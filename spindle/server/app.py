@@ -85,7 +85,7 @@ class App(Starlette):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._plain.get((scope["method"], scope["path"])) if scope["type"] == "http" and not scope.get("root_path") else None
-        if endpoint is None:
+        if endpoint is None or self.user_middleware:
             await super().__call__(scope, receive, send)
             return
         scope["app"] = self

@@ -89,6 +89,14 @@ def test_what_does_not_fit_an_answer_is_refused():
             answer.place(np.array([index]), np.zeros(2, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "widths"), [([2**61, 2**61], [0, 0]), ([2**61 + 1], [0]), ([2**32], [2**32]), ([2**39, 2**39, 1], [0, 1, 0])]
+)
+def test_sizes_that_no_answer_has_are_refused(lengths, widths):
+    with pytest.raises(ValueError, match="more than 2\\^40 cells"):
+        codec.Answer(np.array(lengths), np.array(widths))
+
+
 def test_sample_answer_as_the_sdk_reads_it():
     topk_ids, topk = np.array([[1, 2], [3, 4]]), np.array([[-0.5, -1.5], [-0.25, -2.0]], np.float32)
     output = SampleOutput(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
 import io
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from starlette.responses import Response
 from tinker import types
 from tinker.lib.public_interfaces.rest_client import RestClient
 from transformers import AutoModelForCausalLM
 
 from spindle.errors import NotFound
-from spindle.server import ServerSettings, running
+from spindle.server import ServerSettings, create_app, running
 from tests.server.conftest import NAME
 from tests.server.test_sdk import adam, datum
 from tests.server.wire import Wire
@@ -362,3 +364,23 @@ def test_a_process_that_only_serves_keeps_what_it_starts_with_from_the_collector
         assert frozen[0] > 100_000 and len(gc.get_objects()) < 10_000
     finally:
         gc.unfreeze()
+
+
+def test_middleware_that_an_embedding_application_adds_sees_every_request(engine, tmp_path):
+    class Deny:
+        def __init__(self, app):
+            self.app = app
+
+        async def __call__(self, scope, receive, send):
+            if scope["type"] != "http":
+                return await self.app(scope, receive, send)
+            await Response("no", 403)(scope, receive, send)
+
+    app = create_app(engine, tmp_path)
+    app.add_middleware(Deny)
+
+    async def asked():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            return [(await client.get(path)).status_code for path in ("/api/v1/healthz", "/api/v1/sessions/x", "/nothing")]
+
+    assert asyncio.run(asked()) == [403, 403, 403]
