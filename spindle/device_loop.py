@@ -84,17 +84,7 @@ class DeviceLoop:
             torch.set_num_threads(self._cpu_threads)
         try:
             while True:
-                job = self._next(wait=self.sampler is None or not self.sampler.has_work())
-                self.scheduler.begun(self.index)
-                started = time.perf_counter()
-                if isinstance(job, MicroBatch):
-                    results = self.executor.run(job)
-                    if results is not None:
-                        self._settle(job, results)
-                elif job:
-                    self.executor.operate(job)
-                trained_s = time.perf_counter() - started
-                self.busy_s += trained_s
+                trained_s = self._work(wait=self.sampler is None or not self.sampler.has_work())
                 if self.sampler is not None and self.sampler.has_work():
                     self._sample(self.sampler, trained_s)
         except StopIteration:
@@ -106,6 +96,21 @@ class DeviceLoop:
             self._results.put(None)
             if self.sampler is not None:
                 self.sampler.close()
+
+    def _work(self, wait: bool) -> float:
+        """The next job and its results, of which an idle thread keeps nothing. Returns the seconds it took."""
+        job = self._next(wait)
+        self.scheduler.begun(self.index)
+        started = time.perf_counter()
+        if isinstance(job, MicroBatch):
+            results = self.executor.run(job)
+            if results is not None:
+                self._settle(job, results)
+        elif job:
+            self.executor.operate(job)
+        trained_s = time.perf_counter() - started
+        self.busy_s += trained_s
+        return trained_s
 
     def _settle(self, batch: MicroBatch, results: list[SegmentResult]) -> None:
         """Hand results out, one micro-batch after the other: beside the next one where it lies ready and no request ends with this one;
@@ -127,6 +132,7 @@ class DeviceLoop:
             except BaseException:  # this thread goes on: the device's own may have more for it before it ends
                 self._stop()
             finally:
+                done = None
                 self._settling.release()
 
     def _stop(self) -> None:
@@ -164,23 +170,25 @@ class DeviceLoop:
 
     def _feed(self) -> None:
         try:
-            self._prepare()
+            while self._prepare():
+                pass
         except BaseException:
             self._stop()
             raise
 
-    def _prepare(self) -> None:
-        while True:
-            self._room.get()
-            work = self.scheduler.next_work(self.index, ahead=True)
-            if work is None:
-                return
-            job = self._job(work)
-            if job:
-                self._filled.append(job)
-            else:
-                self._room.put(None)
-            self.scheduler.prepared(self.index)
+    def _prepare(self) -> bool:
+        """Fill the next micro-batch once there is room for it; False at the end."""
+        self._room.get()
+        work = self.scheduler.next_work(self.index, ahead=True)
+        if work is None:
+            return False
+        job = self._job(work)
+        if job:
+            self._filled.append(job)
+        else:
+            self._room.put(None)
+        self.scheduler.prepared(self.index)
+        return True
 
     def _sample(self, sampler: Sampler, trained_s: float) -> None:
         """At least one sampling step, then more until sampling had its share beside the micro-batch that just ran."""

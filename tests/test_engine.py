@@ -1,8 +1,10 @@
 """The engine in this process: the whole road from arrays or bytes to answers, on a tiny model."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -631,6 +633,22 @@ def test_an_error_while_results_are_handed_out_leaves_nobody_waiting(model, monk
             assert isinstance(future.exception(30), ServerError | EngineClosed)
         engine.close(30)
         assert not [one.name for one in threading.enumerate() if one.name.startswith("spindle") and one not in before]
+
+
+def test_idle_threads_keep_nothing_of_what_they_ran(model):
+    with spindle.Engine(model, scheduler=SchedulerConfig(token_budget=16)) as engine:
+        for _ in range(3):
+            handle = engine.create_adapter(rank=4, seed=1)
+            handle.forward_backward([datum(16, seed=i) for i in range(5)])
+            handle.optim_step()
+            handle.publish().result(60)
+            gone = weakref.ref(engine.resident(handle.model_id).adapter)
+            handle.unload()
+            deadline = time.monotonic() + 10  # an answer comes a moment before the thread that made it waits again
+            while gone() is not None and time.monotonic() < deadline:
+                gc.collect()
+                time.sleep(0.01)
+            assert gone() is None
 
 
 def test_an_answer_without_room_in_memory_fails_alone(model, monkeypatch):
