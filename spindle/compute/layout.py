@@ -8,9 +8,9 @@ from functools import cached_property
 
 from spindle.types import LoraConfig
 
-__all__ = ["AdapterLayout", "LoraTarget", "TensorSlot", "build_layout"]
+__all__ = ["LORA_A", "LORA_B", "PREFIX", "AdapterLayout", "LoraTarget", "TensorSlot", "build_layout", "kind_of"]
 
-_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _ALIGN = 16  # floats: every matrix starts on a 64-byte border, so that kernels take the same path for every adapter
 
 
@@ -27,6 +27,14 @@ class LoraTarget:
     kind: str
     experts: int = 1
     parameter: str | None = None
+
+
+def kind_of(path: str) -> str:
+    """The kind of the linear map at ``path``: ``unembed`` when it lies in no layer."""
+    if ".layers." not in f".{path}":
+        return "unembed"
+    parent = path.rpartition(".")[0]
+    return "attn" if "attn" in parent or "attention" in parent else "mlp"
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class AdapterLayout:
     @cached_property
     def pairs(self) -> dict[str, tuple[TensorSlot, TensorSlot]]:
         """Target path -> (A, B)."""
-        return {a.name[len(_PREFIX) : -len(_A)]: (a, b) for a, b in zip(self.slots[::2], self.slots[1::2], strict=True)}
+        return {a.name[len(PREFIX) : -len(LORA_A)]: (a, b) for a, b in zip(self.slots[::2], self.slots[1::2], strict=True)}
 
     @cached_property
     def parts(self) -> tuple[tuple[int, AdapterLayout], ...]:
@@ -95,8 +103,8 @@ def build_layout(lora: LoraConfig, targets: Sequence[LoraTarget], cuts: Sequence
     offset = 0
     chosen = [t for t in targets if wanted[t.kind]]
     for t in chosen:
-        for suffix, shape in ((_A, (lora.rank * t.experts, t.in_features)), (_B, (t.out_features, lora.rank * t.experts))):
-            slots.append(TensorSlot(f"{_PREFIX}{t.path}{suffix}", shape, offset))
+        for suffix, shape in ((LORA_A, (lora.rank * t.experts, t.in_features)), (LORA_B, (t.out_features, lora.rank * t.experts))):
+            slots.append(TensorSlot(f"{PREFIX}{t.path}{suffix}", shape, offset))
             offset += -(-shape[0] * shape[1] // _ALIGN) * _ALIGN
     modules = _unique(t.path.rsplit(".", 1)[-1] for t in chosen if t.parameter is None)
     parameters = _unique(t.parameter for t in chosen if t.parameter is not None)

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from spindle.compute.attention import ATTENTION, Packing
 from spindle.compute.experts import EXPERTS, open_experts
 from spindle.compute.head import Head
-from spindle.compute.layout import AdapterLayout, LoraTarget, build_layout
+from spindle.compute.layout import AdapterLayout, LoraTarget, build_layout, kind_of
 from spindle.compute.lora import LoraLinear, Route, Router, RowGroup
 from spindle.compute.source import ALLOWED, locate_model
 from spindle.errors import UserError
@@ -303,11 +303,10 @@ def _open_to_adapters(model: PreTrainedModel, router: Router) -> list[LoraTarget
     targets = []
     for path, module in list(model.named_modules()):
         targets += open_experts(module, path, router)
-        parent, _, leaf = path.rpartition(".")
+        leaf = path.rpartition(".")[2]
         if not isinstance(module, nn.Linear) or module is head or ".layers." not in f".{path}" or leaf in _ROUTERS:
             continue
-        kind = "attn" if "attn" in parent or "attention" in parent else "mlp"
-        targets.append(LoraTarget(path, module.in_features, module.out_features, kind))
+        targets.append(LoraTarget(path, module.in_features, module.out_features, kind_of(path)))
         model.set_submodule(path, LoraLinear(module, path, router))
     if not any(t.kind == "attn" for t in targets):
         raise UserError(f"model type {model.config.model_type!r} is not supported: no nn.Linear found in its attention layers")

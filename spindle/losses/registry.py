@@ -24,8 +24,9 @@ RANKS = ("one number", "[N]", "[N, K], K being that of target_tokens, or one for
 
 def register(loss: Loss) -> None:
     """Make ``loss`` known under its name."""
+    global _known
     _LOSSES[loss.name] = loss
-    _known.update(loss.required, loss.optional)
+    _known = {TARGETS}.union(*((*x.required, *x.optional) for x in _LOSSES.values()))
 
 
 def names() -> list[str]:

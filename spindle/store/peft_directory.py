@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from spindle.compute.layout import LORA_A, LORA_B, PREFIX, kind_of
 from spindle.errors import InvalidRequest, NotFound, ServerError
 from spindle.store.flat_tensors import read_shapes
 from spindle.types import FLOAT32_MAX, LoraConfig
@@ -19,7 +20,6 @@ from spindle.types import FLOAT32_MAX, LoraConfig
 __all__ = ["CONFIG", "WEIGHTS", "describe_peft"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -55,7 +55,7 @@ def describe_peft(directory: Path) -> dict[str, Any]:
     shapes = read_shapes(directory / WEIGHTS)
     paths = _paths(shapes, rank)
     _check_targets(config, paths)
-    kinds = {_kind(path) for path in paths}
+    kinds = {kind_of(path) for path in paths}
     slots, end = [], 0
     for name, shape in shapes.items():
         slots.append([name, list(shape), end])
@@ -114,23 +114,23 @@ def _paths(shapes: Mapping[str, tuple[int, ...]], rank: int) -> list[str]:
     """The modules that the file has an A [k * rank, in] and a B [out, k * rank] of, and nothing else. k > 1: a stack of k experts."""
     paths = []
     for name in sorted(shapes):
-        end = next((end for end in (_A, _B) if name.endswith(end)), None)
-        if end is None or not name.startswith(_PREFIX):
+        end = next((end for end in (LORA_A, LORA_B) if name.endswith(end)), None)
+        if end is None or not name.startswith(PREFIX):
             what = (
                 "a copy of the base model's own weights: save it again with save_pretrained(..., save_embedding_layers=False)"
                 if name.endswith(".base_layer.weight")
-                else f"not a LoRA matrix: allowed are {_PREFIX}<module>{_A} and {_B}"
+                else f"not a LoRA matrix: allowed are {PREFIX}<module>{LORA_A} and {LORA_B}"
             )
             raise InvalidRequest(f"{WEIGHTS} holds {name}, {what}")
-        path = name[len(_PREFIX) : -len(end)]
-        twin = f"{_PREFIX}{path}{_B if end == _A else _A}"
+        path = name[len(PREFIX) : -len(end)]
+        twin = f"{PREFIX}{path}{LORA_B if end == LORA_A else LORA_A}"
         if twin not in shapes:
             raise InvalidRequest(f"{WEIGHTS} lacks {twin}: it holds only {name}")
         shape = shapes[name]
-        width = shape[0 if end == _A else 1] if len(shape) == 2 else 0
+        width = shape[0 if end == LORA_A else 1] if len(shape) == 2 else 0
         if width == 0 or width % rank:
             raise InvalidRequest(f"{WEIGHTS}: {name} has shape {list(shape)}, which is none of rank {rank} (r in {CONFIG})")
-        if end == _A:
+        if end == LORA_A:
             paths.append(path)
     if not paths:
         raise InvalidRequest(f"{WEIGHTS} holds no LoRA matrix")
@@ -151,11 +151,3 @@ def _check_targets(config: Mapping[str, Any], paths: list[str]) -> None:
     for name, owner in owners.items():
         if owner not in selected:
             raise InvalidRequest(f"{WEIGHTS} lacks matrices of {name}, which target_modules or target_parameters in {CONFIG} name")
-
-
-def _kind(path: str) -> str:
-    """As the base model sorts its targets; where it does otherwise, the names will not fit its layout."""
-    if ".layers." not in f".{path}":
-        return "unembed"
-    parent = path.rpartition(".")[0]
-    return "attn" if "attn" in parent or "attention" in parent else "mlp"
